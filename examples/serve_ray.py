@@ -35,8 +35,8 @@ class Replica:
 
     def __init__(self, path: str, tensor_parallel: int, engine: dict[str, Any]) -> None:
         import rooftile
-        from rooftile.bench.generate import folder_of
         from rooftile.engine import processes
+        from rooftile.engine.hub import folder_of
 
         self.path, self.folder, self.stack = path, folder_of(path), contextlib.ExitStack()
         self.stack.enter_context(processes.started(tensor_parallel, self.folder, engine))

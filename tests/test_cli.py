@@ -1,6 +1,8 @@
 """The command line: its groups of commands, and what --help shows."""
 
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -54,6 +56,13 @@ def test_two_words_name_one_command():
     assert "Measure ops" in CliRunner().invoke(app, ["bench", "--help"]).output
 
 
+def test_a_misspelled_second_word_is_recognized():
+    for word, said in (("trainning", "did you mean `rooftile bench training`? unknown op"), ("zzz", "OPS: unknown op")):
+        found = CliRunner().invoke(app, ["bench", word], env={"COLUMNS": "2000"})
+        assert found.exit_code == 2
+        assert said in found.output
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -70,6 +79,36 @@ def test_errors_of_the_engine_name_the_options_that_were_typed(command, said):
     found = CliRunner().invoke(app, command.split(), env={"COLUMNS": "400"})
     assert found.exit_code == 2
     assert said in found.output
+
+
+MISSING = """
+import sys
+sys.modules |= dict.fromkeys(sys.argv.pop(1).split(","))
+from rooftile.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "interpret", "said"),
+    [
+        ("check rms_norm", "torch", "", "import of torch halted; None in sys.modules: pip install . in a clone of"),
+        ("generate demo --prompt x", "triton", "", "import of triton halted; None in sys.modules: pip install . in a"),
+        ("chat demo", "ml_dtypes", "", "Triton's interpreter needs numpy and ml_dtypes: pip install '.[cpu]' in a"),
+        ("serve demo --port 0", "ml_dtypes", "", "Triton's interpreter needs numpy and ml_dtypes: pip install"),
+        ("generate demo --prompt x", "-", "0", "no GPU was found, and Rooftile's kernels need one (set TRITON_INTERP"),
+    ],
+)
+def test_what_a_command_needs_and_does_not_find_is_said_in_a_line(command, missing, interpret, said):
+    environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", MISSING, missing, *command.split()], env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    *notice, line = run.stderr.splitlines()
+    assert line.startswith(f"rooftile {command.split()[0]}: {said}")
+    assert notice in ([], ["No GPU here: kernels run on the CPU, in Triton's interpreter, slowly."])
 
 
 def test_options_stand_in_errors_for_arguments_alone(monkeypatch):

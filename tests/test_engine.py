@@ -473,7 +473,7 @@ def test_text(llama, tmp_path, device):
         ({"prompts": "text"}, "the engine has no tokenizer"),
         ({"prompts": [1], "stop": "x", "max_new_tokens": 4}, "the engine has no tokenizer"),
         ({"prompts": [1], "max_new_tokens": 0}, "max_new_tokens is 0, expected a positive integer"),
-        ({"prompts": [1], "max_new_tokens": 96}, "prompt 0 has 1 tokens, and max_new_tokens is 96"),
+        ({"prompts": [1], "max_new_tokens": 96}, "prompt 0 has 1 token, and max_new_tokens is 96"),
         ({"prompts": [1], "temperature": -1.0}, "temperature is -1.0, expected 0"),
         ({"prompts": [1], "top_p": 0.0}, "top_p is 0.0, expected more than 0"),
         ({"prompts": [1], "seed": [1, 2]}, "seed has 2 numbers, expected one, or 1"),
@@ -483,6 +483,42 @@ def test_what_cannot_be_generated(engine, arguments, message):
     with pytest.raises(ValueError, match=message):
         engine.generate(**arguments)
     assert free_of(engine) == (18, 0)
+
+
+def test_misspelled_arguments_are_recognized(engine, llama):
+    for call, said in (
+        (lambda: engine.generate([1], max_tokens=5), r"Engine.generate: max_tokens .*; did you mean max_new_tokens\?"),
+        (lambda: engine.generate([1], zzz=5), "Engine.generate: zzz is no argument; expected one of prompts, max"),
+        (
+            lambda: rooftile.Engine.from_config(llama.config, max_sequence_len=8),
+            r"Engine.from_config: max_sequence_len .*; did you mean max_seq_len\?",
+        ),
+        (lambda: rooftile.Engine.from_pretrained("absent", quantized="fp8"), "did you mean quantize"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()
+    with rooftile.AsyncEngine(engine) as requests, pytest.raises(TypeError, match=r"add: max_tokens .* max_new_t"):
+        requests.add([1], max_tokens=5)
+
+
+def test_without_a_limit_there_are_as_many_new_tokens_as_there_is_room_for(engine, llama):
+    """In a sequence and in the cache. Where there is room for none, a limit is refused as any other."""
+    room = engine.max_seq_len - 91
+    assert len(engine.generate([1] * 91, ignore_eos=True)[0].tokens) == room < 128
+    with pytest.raises(ValueError, match="has 96 tokens, and max_new_tokens is 1: more than max_seq_len, 96"):
+        engine.generate([1] * 96)
+    small = rooftile.Engine.from_config(
+        llama.config,
+        max_batch=1,
+        max_seq_len=96,
+        page_size=16,
+        pages=1,
+        dtype=torch.float32,
+        device=engine.weights.embedding.device,
+    )
+    assert len(small.generate([1] * 12, ignore_eos=True)[0].tokens) == 5
+    with rooftile.AsyncEngine(small) as requests:
+        assert len(requests.add([1] * 12, ignore_eos=True).result().tokens) == 5
 
 
 def test_prompts_of_any_kind(engine):
@@ -524,11 +560,28 @@ def test_what_cannot_be_built(llama, more, error, message):
 def test_without_a_gpu_it_says_what_to_set(llama, monkeypatch):
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
     monkeypatch.setattr(runtime, "accelerator", lambda: None)
-    said = r"\(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly\)"
+    said = r"\(set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly\)"
     with pytest.raises(RuntimeError, match=f"no GPU was found, and Rooftile's kernels need one {said}"):
         rooftile.Engine.from_config(llama.config)
-    with pytest.raises(ValueError, match=f"device is cpu, expected a GPU {said}"):
+    with pytest.raises(ValueError, match=f"Engine: device is cpu, expected a GPU, of which there is none {said}"):
         rooftile.Engine.from_config(llama.config, device="cpu")
+
+
+@pytest.mark.parametrize("named", ["cuda", "cuda:3", "xpu", "graphics", 3])
+def test_devices_that_are_not_there_are_refused_by_name(llama, named, monkeypatch):
+    monkeypatch.setattr(runtime, "accelerator", lambda: None)
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.INTERPRETER)
+    said = f": device is {named}, expected cpu in this process, whose mode is interpreter"
+    with pytest.raises(ValueError, match=f"^Engine{said}"):
+        rooftile.Engine.from_config(llama.config, device=named)
+    with pytest.raises(ValueError, match=f"^KVCache{said}"):
+        rooftile.KVCache(1, 8, 1, 16, device=named)
+    monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
+    monkeypatch.setattr(runtime, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    if named != "cuda":
+        with pytest.raises(ValueError, match=f"device is {named}, expected a GPU: cuda:0 to cuda:1"):
+            rooftile.Engine.from_config(llama.config, device=named)
 
 
 def test_a_path_is_for_from_pretrained_which_takes_a_folder(tmp_path):
@@ -537,7 +590,7 @@ def test_a_path_is_for_from_pretrained_which_takes_a_folder(tmp_path):
     ):
         rooftile.Engine(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"from_pretrained: path is the file .*config.json, expected the checkpoint's"):
+    with pytest.raises(ValueError, match=r"config.json is a file; expected a checkpoint's folder, the id"):
         rooftile.Engine.from_pretrained(tmp_path / "config.json")
 
 

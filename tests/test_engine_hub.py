@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import rooftile
-from rooftile.bench.generate import folder_of
 from rooftile.demo import byte_model
 from rooftile.engine import hub
+from rooftile.engine.hub import folder_of
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -40,8 +40,14 @@ def test_a_model_that_cannot_be_had(cache):
         rooftile.Engine.from_pretrained("org/none")
     with pytest.raises(ValueError, match=r"revision is 'main', expected None: .* is no id of a model"):
         hub.folder_of(str(cache), "main")
-    with pytest.raises(FileNotFoundError, match=r"a/b/c: no such file"):
-        rooftile.Engine.from_pretrained("a/b/c")
+    for path in ("a/b/c", "absent"):
+        with pytest.raises(FileNotFoundError, match=rf"^{path} does not exist; expected a checkpoint's .*'demo'"):
+            rooftile.Engine.from_pretrained(path)
+
+
+def test_the_model_in_the_package(device):
+    engine = rooftile.Engine.from_pretrained("demo", max_batch=1, max_seq_len=16, device=device, progress=False)
+    assert engine.config.source == str(byte_model() / "config.json")
 
 
 def test_what_is_asked_of_the_hub(monkeypatch):

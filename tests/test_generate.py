@@ -150,7 +150,7 @@ def test_command_reads_standard_input_and_says_in_a_line_what_is_wrong(tmp_path)
         (
             "demo",
             "x",
-            "prompt 0 has 1 tokens, and --max-new-tokens is 1000: more than --max-seq-len, ",
+            "prompt 0 has 1 token, and --max-new-tokens is 1000: more than --max-seq-len, ",
             "--max-new-tokens",
             "1000",
         ),

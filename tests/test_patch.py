@@ -122,6 +122,8 @@ def test_a_switch_that_is_no_bool_is_refused(switch: str) -> None:
     model = build("Llama")
     with pytest.raises(TypeError, match=f"patch: {switch} is 'no', expected True or False"):
         rooftile.patch(model, **{switch: "no"})
+    with pytest.raises(TypeError, match=rf"^patch: {switch}s is no argument; did you mean {switch}"):
+        rooftile.patch(model, **{f"{switch}s": True})
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

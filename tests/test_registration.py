@@ -23,6 +23,8 @@ from helpers import (
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from rooftile import runtime
+
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -382,13 +384,12 @@ def test_tensors_on_the_cpu_without_the_interpreter():
     assert run.returncode == 0, run.stderr
     first = [next(iter(draw(case, case.sets["tiny"][0], BF16, torch.device("meta")))) for case in CASES]
     expected = [
-        f"{called(case)}: {name} is on the CPU, expected a GPU (set TRITON_INTERPRET=1 before the first Rooftile op to "
-        "run on the CPU, slowly)"
+        f"{called(case)}: {name} is on the CPU, expected a GPU ({runtime.TO_INTERPRET})"
         for case, name in zip(CASES, first, strict=True)
     ]
     *eager, compiled = run.stdout.splitlines()
     assert eager == expected
-    assert compiled.startswith("rms_norm: x is on the CPU, expected a GPU (set TRITON_INTERPRET=1")
+    assert compiled.startswith(f"rms_norm: x is on the CPU, expected a GPU ({runtime.TO_INTERPRET})")
 
 
 def test_transforms_that_differentiate_are_refused_by_name(device):

@@ -53,7 +53,7 @@ class TestModels:
         assert client.models.retrieve("alias").id == "alias"
 
     def test_an_unknown_model(self, client):
-        with pytest.raises(openai.NotFoundError, match="'large' does not exist"):
+        with pytest.raises(openai.NotFoundError, match="'large' does not exist, expected 'small' or 'alias'"):
             client.models.retrieve("large")
         with pytest.raises(openai.NotFoundError) as error:
             client.completions.create(model="large", prompt="hello")

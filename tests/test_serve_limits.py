@@ -194,6 +194,13 @@ class TestBodies:
         found = httpx.request(method, server.url + path)
         assert (found.status_code, list(found.json())) == (status, ["error"])
 
+    def test_a_path_without_v1_names_those_that_there_are(self, server):
+        said = post(server, path="/completions").json()["error"]["message"]
+        assert said == (
+            "there is no '/completions', expected one of /health, /metrics, /v1/chat/completions, /v1/completions, "
+            "/v1/models"
+        )
+
     def test_health_without_a_body(self, server):
         found = httpx.head(server.url + "/health")
         assert (found.status_code, found.content) == (200, b"")
@@ -425,7 +432,7 @@ class TestDraining:
             assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
             assert process.wait(20) == 0
             rest.join()
-            assert any("1 requests run; new ones are refused" in line for line in lines), lines
+            assert any("SIGTERM: 1 request running; new ones are refused" in line for line in lines), lines
         finally:
             process.kill()
             process.wait()

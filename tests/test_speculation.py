@@ -13,9 +13,9 @@ from test_engine_sampling import SIZES
 
 import rooftile
 from rooftile.bench import speculation as bench
-from rooftile.bench.generate import DEMO
 from rooftile.bench.speculation import TEXTS, Replay, Settings, Text, make_predictable, measure
 from rooftile.byte_model import library_text
+from rooftile.engine.hub import DEMO
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request
 from rooftile.engine.speculation import Draft, Guess, NGram, Speculation, parse

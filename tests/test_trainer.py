@@ -296,6 +296,9 @@ def test_models_are_patched_when_they_are_loaded(tmp_path: object) -> None:
         rooftile.AutoModelForCausalLM.from_config(model.config, add_rmsnorm=True)
     with pytest.raises(TypeError, match=r"from_pretrained: atention .* did you mean attention"):
         rooftile.AutoModelForCausalLM.from_pretrained("no/such-model", atention=True)
+    for absent in ("./no-such", tmp_path / "no-such"):
+        with pytest.raises(FileNotFoundError, match="no-such does not exist; expected a checkpoint's folder,"):
+            rooftile.AutoModelForCausalLM.from_pretrained(absent)
     biased = rooftile.AutoModelForCausalLM.from_pretrained(tmp_path, attention_bias=True, rms_norm_eps=1e-4)
     assert biased.config.attention_bias
     with pytest.raises(TypeError, match="from_pretrained"):

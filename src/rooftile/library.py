@@ -95,7 +95,7 @@ def _guarded(overload: Any, called: Called, tensors: tuple[int, ...], launch: Ca
         if device.type == "cpu":
             raise ValueError(
                 f"{called(args)}: {overload._schema.arguments[0].name} is on the CPU, expected a GPU "
-                "(set TRITON_INTERPRET=1 before the first Rooftile op to run on the CPU, slowly)"
+                f"({runtime.TO_INTERPRET})"
             )
         # A guard costs 2 us, so it is taken only where the current device is another.
         if device.index == launching._current_device():

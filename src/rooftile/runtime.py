@@ -16,12 +16,17 @@ from types import ModuleType
 
 import torch
 
+from rooftile.errors import NoGPU
+
 
 class Mode(enum.Enum):
     GPU = "gpu"
     INTERPRETER = "interpreter"
     COMPILE = "compile"
 
+
+# The end of errors of a process that has no GPU. It is too late once Triton is imported, as transformers does.
+TO_INTERPRET = "set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly"
 
 # On Hopper, the kernels of all other GPUs: to compare with, or where a release of Triton breaks Gluon.
 PORTABLE = os.environ.get("ROOFTILE_PORTABLE", "0") == "1"
@@ -101,11 +106,35 @@ def default_device() -> torch.device:
         return torch.device("meta")
     device = accelerator()
     if device is None:
-        raise RuntimeError(
-            "no GPU was found, and Rooftile's kernels need one (set TRITON_INTERPRET=1 before the first Rooftile op to "
-            "run on the CPU, slowly)"
-        )
+        raise NoGPU(f"no GPU was found, and Rooftile's kernels need one ({TO_INTERPRET})")
     return device
+
+
+def device_of(caller: str, device: torch.device | str | int | None) -> torch.device:
+    """The device that an argument names; None is the default one.
+
+    Raises:
+        ValueError: there is no such device, or it is the CPU and kernels are compiled.
+    """
+    if device is None:
+        return default_device()
+    gpu = accelerator()
+    count = 0 if gpu is None else torch.accelerator.device_count()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):  # no device's name, or an index without an accelerator
+        found = None
+    if found is not None:
+        is_gpu = gpu is not None and found.type == gpu.type and (found.index or 0) < count
+        if is_gpu or found.type == "meta" or (found.type == "cpu" and MODE is not Mode.GPU):
+            return found
+    if MODE is not Mode.GPU:
+        accepted = f"{default_device()} in this process, whose mode is {MODE.value}"
+    elif gpu is None:
+        accepted = f"a GPU, of which there is none ({TO_INTERPRET})"
+    else:
+        accepted = f"a GPU: {gpu.type}:0" + (f" to {gpu.type}:{count - 1}" if count > 1 else "")
+    raise ValueError(f"{caller}: device is {device}, expected {accepted}")
 
 
 @functools.cache

@@ -38,6 +38,22 @@ def test_a_missing_dependency_is_named_with_the_extra_that_brings_it():
     )
 
 
+def test_a_triton_that_was_imported_to_compile_is_refused():
+    """As where transformers is imported first, and a program then sets the variable itself."""
+    error = run(
+        """
+import os
+del os.environ["TRITON_INTERPRET"]
+import triton
+os.environ["TRITON_INTERPRET"] = "1"
+import rooftile
+rooftile.rms_norm
+"""
+    )
+    assert error.startswith("RuntimeError: TRITON_INTERPRET=1 was set after Triton had been imported")
+    assert error.endswith("set it in the environment before Python starts")
+
+
 def test_an_unknown_triton_is_refused_by_its_version():
     assert not run(
         """

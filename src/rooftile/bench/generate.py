@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,8 @@ from rich.console import Console
 
 from rooftile import runtime
 from rooftile.bench.workloads import step_bytes
+from rooftile.engine.generation import NEW_TOKENS
+from rooftile.errors import counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from rooftile.engine.generation import StreamChunk
 
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-NEW_TOKENS = 128
-DEMO = "demo"  # instead of a path: the byte model in the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +83,6 @@ class Timing:
         return (self.count - len(self.tokens)) / (self.last - self.settled) if self.steps else None
 
 
-def folder_of(path: str) -> Path:
-    """The checkpoint's folder; of the id of a model on the Hugging Face Hub that in its cache.
-
-    Raises:
-        FileNotFoundError: there is none; the message says what is expected.
-    """
-    if path == DEMO:
-        from rooftile import byte_model
-
-        return byte_model.folder()
-    from rooftile.engine import hub
-
-    found = hub.folder_of(path)
-    if not found.is_dir():
-        what = "is a file" if found.exists() else "does not exist"
-        raise FileNotFoundError(
-            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
-            f"or {DEMO!r}, the model shipped here"
-        )
-    return found
-
-
 class Printer:
     """Writes the texts of several prompts in sequence, although the prompts run as one batch.
 
@@ -146,14 +123,10 @@ class Printer:
                 self._write()
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
 def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_gbs: float | None) -> list[str]:
     """The lines printed below the text."""
     prompts = len(timing.tokens)
-    head = f"{_counted(timing.count, 'token')} of {_counted(prompts, 'prompt')}"
+    head = f"{counted(timing.count, 'token')} of {counted(prompts, 'prompt')}"
     if runtime.MODE is not runtime.Mode.GPU:
         return [f"{head} in {timing.last:.1f} s, in Triton's interpreter, on the CPU: no measurement"]
     if timing.first is not None:
@@ -192,8 +165,8 @@ def _room(engine: Engine, prompt_tokens: Sequence[int], notices: Console) -> int
     room = most - longest
     if 0 < room < NEW_TOKENS:
         notices.print(
-            f"At most {_counted(room, 'new token')} instead of {NEW_TOKENS}: a prompt has "
-            f"{_counted(longest, 'token')}, and a sequence has {most} at most (--max-seq-len).",
+            f"At most {counted(room, 'new token')} instead of {NEW_TOKENS}: a prompt has "
+            f"{counted(longest, 'token')}, and a sequence has {most} at most (--max-seq-len).",
             style="yellow", highlight=False, soft_wrap=True,
         )  # fmt: skip
     return max(1, min(room, NEW_TOKENS))  # where there is no room, the engine says so
@@ -225,6 +198,7 @@ def run(settings: Settings, console: Console, notices: Console) -> int:
     from rooftile.engine import processes
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.engine import Engine
+    from rooftile.engine.hub import folder_of
     from rooftile.engine.leading import leading
 
     folder = folder_of(settings.path)

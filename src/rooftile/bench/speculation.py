@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile import runtime
-from rooftile.bench.generate import folder_of
 from rooftile.bench.info import check_results, machine
 from rooftile.bench.report import WIDTH, number, ratio
 from rooftile.bench.rows import gpu_slug, write_whole
 from rooftile.byte_model import library_text
+from rooftile.engine.hub import folder_of
 
 if TYPE_CHECKING:
     from rooftile.engine.runner import Sampling

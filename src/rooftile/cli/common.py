@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import enum
 import os
 import re
@@ -14,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from rooftile.bench.workloads import MODELS
-from rooftile.errors import to_install
+from rooftile.errors import NoGPU, to_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,7 +72,14 @@ class _Command(TyperCommand):
         for param in self.params:
             if param.opts[0].startswith("--"):
                 _options[_ARGUMENTS.get(param.name, param.name)] = param.opts[0]
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except (ImportError, NoGPU) as error:
+            missing = (getattr(error, "name", None) or "").partition(".")[0]
+            if missing == "rooftile":  # a fault, and not of who called
+                raise
+            needed = f": {to_install()}" if missing in ("torch", "triton") else ""
+            raise refused(self.name, error, needed) from None
 
 
 def message_of(error: Exception) -> str:
@@ -84,6 +92,13 @@ def message_of(error: Exception) -> str:
         word = name if "_" in name else rf"(^|(?<=: )|(?<= and )){name}(?= (is|are|and|has) )|{name}(?==)"
         text = re.sub(rf"(?<![\w/])({word})(?![\w/])", option, text)
     return text
+
+
+def refused(name: str | None, error: Exception, more: str = "") -> typer.Exit:
+    """The end of that command, with exit code 2, after a line that says what the error says."""
+    text = f"rooftile {name}: {message_of(error)}{more}"
+    notices.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(2)
 
 
 app = typer.Typer(
@@ -233,14 +248,20 @@ class SetName(str, enum.Enum):
     training = "training"
 
 
-def cases_of(ops: list[str] | None):
-    """The cases of those ops. An unknown name is a usage error that lists the known ones."""
+def cases_of(ops: list[str] | None, group: str = ""):
+    """The cases of those ops. An unknown name is a usage error that lists the known ones.
+
+    `group` is the first word of commands of two words, whose second word may have been meant.
+    """
     from rooftile.cases import find_cases
 
     try:
         return find_cases(ops)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="OPS") from None
+        names = [info.name for info in app.registered_commands if info.name and info.name.startswith(f"{group} ")]
+        near = difflib.get_close_matches((ops or [""])[0], [name.split()[1] for name in names])
+        meant = f"did you mean `rooftile {group} {near[0]}`? " if near else ""
+        raise typer.BadParameter(f"{meant}{error}", param_hint="OPS") from None
 
 
 def refuse_absent(cases: Sequence[OpCase], sets: Sequence[str]) -> None:

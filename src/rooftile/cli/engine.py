@@ -19,8 +19,8 @@ from rooftile.cli.common import (
     choose_mode,
     command,
     console,
-    message_of,
     notices,
+    refused,
     require_charts,
     speculation_of,
 )
@@ -123,10 +123,7 @@ def generate(
     try:
         code = run(settings, console, notices)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        notices.print(
-            f"rooftile generate: {message_of(error)}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        raise typer.Exit(2) from None
+        raise refused("generate", error) from None
     raise typer.Exit(code)
 
 

@@ -249,8 +249,6 @@ def bench_quality(
 
     try:
         folder = None if model is None else hub.folder_of(model)
-        if folder is not None and not folder.is_dir():
-            raise FileNotFoundError(f"--model is {model}, expected the folder of a model, or an id")
         settings = Settings(
             model=folder, name=model.split("/")[-1] if model and hub.is_id(model) else None, names=names_of(names),
             files=files_of(files or []), dtype=DTYPES[dtype.value], json=json_file, results=results,
@@ -436,9 +434,9 @@ def bench_speculation(
     choose_mode()
     from rooftile import runtime
     from rooftile.bench import speculation
-    from rooftile.bench.generate import DEMO
     from rooftile.bench.workloads import MODELS
     from rooftile.cases.check import DTYPES
+    from rooftile.engine.hub import DEMO
 
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
     if text and (acceptances or layers):

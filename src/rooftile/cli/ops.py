@@ -21,10 +21,11 @@ from rooftile.cli.common import (
     console,
     has_gpu,
     names_of,
-    notices,
     refuse_absent,
+    refused,
     require_charts,
 )
+from rooftile.errors import NoGPU
 
 
 @command(Panel.measure)
@@ -135,7 +136,8 @@ def bench(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         raise typer.Exit(code)
-    require_charts(plot, results if results and any(case.over for case in cases_of(ops)) else None)
+    cases = cases_of(ops, "bench")
+    require_charts(plot, results if results and any(case.over for case in cases) else None)
     directions = EACH if direction is DirectionName.both else (cast(Measured, direction.value),)
     settings = Settings(
         ops=tuple(ops or ()),
@@ -380,8 +382,7 @@ def profile(
     try:
         code = run(op, shape, DTYPES[dtype.value], "backward" if backward else "forward", console, results)
     except ProfilerError as error:
-        notices.print(f"rooftile profile: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise refused("profile", error) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)
@@ -547,8 +548,7 @@ def tune(
 ) -> None:
     """Search for the fastest launch configurations. Each is checked before it is timed. Later calls use the results."""
     if not os.environ.get("TRITON_INTERPRET") and not has_gpu():
-        notices.print("rooftile tune: there is no GPU here to measure on.", style="red")
-        raise typer.Exit(2)
+        raise refused("tune", NoGPU("there is no GPU here to measure on"))
     from rooftile.bench.tune import Settings, run
     from rooftile.bench.tune.problems import parse_shape
     from rooftile.cases.check import DTYPES

@@ -25,6 +25,7 @@ from rooftile.cli.common import (
     console,
     message_of,
     notices,
+    refused,
     speculation_of,
 )
 from rooftile.cli.engine import CacheName
@@ -54,11 +55,6 @@ Template = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="A Jinja file, instead of the checkpoint's chat template."),
 ]
-
-
-def _refuse(name: str, error: Exception) -> typer.Exit:
-    notices.print(f"rooftile {name}: {message_of(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(2)
 
 
 @contextlib.contextmanager
@@ -93,7 +89,7 @@ def _loaded(
                 folder, **options, tensor_parallel=tensor_parallel, **requests
             )
         except (ValueError, TypeError, OSError, ImportError) as error:
-            raise _refuse(name, error) from None
+            raise refused(name, error) from None
         yield stack.enter_context(engine)
 
 
@@ -161,11 +157,10 @@ def serve(
     try:
         check_installed()
     except ImportError as error:
-        raise _refuse("serve", error) from None
+        raise refused("serve", error) from None
     choose_mode()
-    from rooftile.bench.generate import folder_of
     from rooftile.engine.async_engine import check_step_tokens
-    from rooftile.engine.hub import is_id
+    from rooftile.engine.hub import DEMO, folder_of, is_id
     from rooftile.serve.app import Options, folder_options
     from rooftile.serve.front import LOG_FORMAT, Front
     from rooftile.serve.server import listen
@@ -180,7 +175,7 @@ def serve(
             raise ValueError(f"{folder} has no tokenizer.json, and the server needs one")
         listening = listen(host, port)  # before the model is loaded
         options = Options(
-            names=tuple(served_model_name or [path if path == "demo" or is_id(path) else folder.resolve().name]),
+            names=tuple(served_model_name or [path if path == DEMO or is_id(path) else folder.resolve().name]),
             api_keys=tuple(api_key or ()),
             max_body=max_body,
             max_prompt_tokens=max_prompt_tokens,
@@ -190,7 +185,7 @@ def serve(
         )
         front = Front(listening, options, tokenizer.read_text(encoding="utf-8"), drain_timeout=drain_timeout)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise _refuse("serve", error) from None
+        raise refused("serve", error) from None
     with front, _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
         max_seq_len=max_seq_len, pages=pages, deterministic=deterministic, cascade=cascade,
@@ -239,9 +234,9 @@ def chat(
     import sys
 
     if importlib.util.find_spec("jinja2") is None:
-        raise _refuse("chat", ImportError(f"chat templates need jinja2: {to_install('serve')}"))
+        raise refused("chat", ImportError(f"chat templates need jinja2: {to_install('serve')}"))
     choose_mode()
-    from rooftile.bench.generate import folder_of
+    from rooftile.engine.hub import folder_of
     from rooftile.serve.terminal import HELP, is_utf8, talk, template_of
 
     try:
@@ -250,13 +245,13 @@ def chat(
         folder = folder_of(path)
         template = template_of(folder, chat_template)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise _refuse("chat", error) from None
+        raise refused("chat", error) from None
     with _loaded(
         "chat", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=1, max_seq_len=max_seq_len,
         requests={"prefix_cache": prefix_cache},
     ) as engine:  # fmt: skip
         if engine.engine.tokenizer is None:
-            raise _refuse("chat", ValueError(f"{folder} has no tokenizer.json"))
+            raise refused("chat", ValueError(f"{folder} has no tokenizer.json"))
         terminal = sys.stdin.isatty()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is reported, and does not raise

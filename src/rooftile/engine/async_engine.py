@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import inspect
 import itertools
 import math
 import queue
@@ -28,7 +29,7 @@ from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import ContinuousScheduler, Request
 from rooftile.engine.streams import Channel, Deliver, Stream, Waiter, wake
-from rooftile.errors import QueueFull, RequestError
+from rooftile.errors import QueueFull, RequestError, did_you_mean
 
 
 def check_step_tokens(step_tokens: int, max_batch: int) -> None:
@@ -460,16 +461,16 @@ class AsyncEngine:
 
     @overload
     def add(
-        self, prompt: str | Sequence[int], *, n: None = ..., max_new_tokens: int = ..., stop: Stop = ...,
+        self, prompt: str | Sequence[int], *, n: None = ..., max_new_tokens: int | None = ..., stop: Stop = ...,
         seed: int = ..., logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ...,
         request_id: str | None = ..., **sampling: Any,
     ) -> Stream: ...  # fmt: skip
 
     @overload
     def add(
-        self, prompt: str | Sequence[int], *, n: int, max_new_tokens: int = ..., stop: Stop = ..., seed: int = ...,
-        logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ..., request_id: str | None = ...,
-        **sampling: Any,
+        self, prompt: str | Sequence[int], *, n: int, max_new_tokens: int | None = ..., stop: Stop = ...,
+        seed: int = ..., logprobs: bool = ..., ignore_eos: bool = ..., priority: int = ...,
+        request_id: str | None = ..., **sampling: Any,
     ) -> list[Stream]: ...  # fmt: skip
 
     def add(
@@ -477,7 +478,7 @@ class AsyncEngine:
         prompt: str | Sequence[int],
         *,
         n: int | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         stop: Stop = (),
         seed: int = 0,
         logprobs: bool = False,
@@ -538,7 +539,7 @@ class AsyncEngine:
         return [Stream(self, channel, self._worker.abort) for channel in self._worker.add(requests)]
 
     def _requests(
-        self, prompt: str | Sequence[int], *, n: int | None = None, max_new_tokens: int = 128, stop: Stop = (),
+        self, prompt: str | Sequence[int], *, n: int | None = None, max_new_tokens: int | None = None, stop: Stop = (),
         seed: int = 0, logprobs: bool = False, ignore_eos: bool = False, priority: int = 0,
         request_id: str | None = None, mask: Masks = None, **sampling: Any,
     ) -> list[Request]:  # fmt: skip
@@ -562,7 +563,8 @@ class AsyncEngine:
             raise ValueError(f"add: mask has {len(masks)} objects, expected {count}, one for each continuation")
         known = [field.name for field in dataclasses.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
-            raise TypeError(f"add: unknown option {unknown[0]!r}, expected one of {', '.join(known)}")
+            known += inspect.signature(self._requests).parameters
+            raise TypeError(f"add: {unknown[0]} is no argument; {did_you_mean(unknown[0], known)}")
         (ids,) = encoded([prompt], self.engine.tokenizer, self.engine.config.vocab)
         its, requests = seed if one is None else one, []
         for i, its_mask in enumerate(masks):

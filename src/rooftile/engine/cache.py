@@ -123,12 +123,7 @@ class CacheBase:
 
     def __init__(self, kv: KVLayout, *, blocks: int, rows: int, slots: int, capacity: int) -> None:
         kv.check(type(self).__name__)
-        device = runtime.default_device() if kv.device is None else torch.device(kv.device)
-        if device.type == "cpu" and runtime.MODE is runtime.Mode.GPU:
-            raise ValueError(
-                f"{type(self).__name__}: device is {device}, expected a GPU (set TRITON_INTERPRET=1 before the first "
-                "Rooftile op to run on the CPU, slowly)"
-            )
+        device = runtime.device_of(type(self).__name__, kv.device)
         middle = (rows, kv.kv_heads) if kv.layout == "bthd" else (kv.kv_heads, rows)
         value_dim = kv.head_dim if kv.value_dim is None else kv.value_dim
         self.layers, self.kv_heads, self.layout, self.capacity = kv.layers, kv.kv_heads, kv.layout, capacity

@@ -16,7 +16,7 @@ from rooftile.engine import ranks as ranks_
 from rooftile.engine import weights as weights_
 from rooftile.engine.cache import check_positive
 from rooftile.engine.config import ModelConfig
-from rooftile.engine.generation import Completion, StreamChunk, Watch, encoded, integer, stops_of
+from rooftile.engine.generation import NEW_TOKENS, Completion, StreamChunk, Watch, encoded, integer, stops_of
 from rooftile.engine.loop import Loop
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.runner import Runner, Sampling
@@ -25,6 +25,7 @@ from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.speculation import Draft, Speculate, Speculation, proposals_of
 from rooftile.engine.split import WHOLE
 from rooftile.engine.weights import Weights
+from rooftile.errors import checks_keywords, counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,6 +83,7 @@ class Engine:
         self._generating = False
 
     @classmethod
+    @checks_keywords
     def from_pretrained(
         cls,
         path: str | Path,
@@ -106,7 +108,7 @@ class Engine:
 
         Args:
             path: the folder, or the id of a model on the Hugging Face Hub, `organization/name`, whose files are
-                downloaded unless its cache has them.
+                downloaded unless its cache has them; or `"demo"`, the small model in the package.
             dtype: of unquantized weights and of activations: bfloat16, float16 or float32.
             quantize: store the weights of projections in 8 or 4 bits. Checkpoints of quantized weights (GPTQ, AWQ,
                 compressed-tensors, FP8) are read as they are, without it.
@@ -153,8 +155,6 @@ class Engine:
     ) -> Engine:  # fmt: skip
         """`from_pretrained` of one rank."""
         folder = hub.folder_of(path, revision)
-        if folder.is_file():
-            raise ValueError(f"Engine.from_pretrained: path is the file {folder}, expected the checkpoint's folder")
         config = ModelConfig.from_hf(folder)
         options = _options(config, ranks, dtype, quantize, proposals=proposals_of(speculate), **given)
         tokenizer = _tokenizer(folder)
@@ -167,6 +167,7 @@ class Engine:
         return cls(config, loaded, tokenizer, runner, speculate)
 
     @classmethod
+    @checks_keywords
     def from_config(
         cls,
         config: Any,
@@ -210,7 +211,7 @@ class Engine:
 
     @overload
     def generate(
-        self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
+        self, prompts: Prompts, *, max_new_tokens: int | None = ..., temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., presence_penalty: float = ...,
         frequency_penalty: float = ..., logit_bias: Mapping[int, float] | None = ..., mask: Masks = ...,
         stop: Stop = ..., seed: int | Sequence[int] = ..., logprobs: bool = ..., top_logprobs: int = ...,
@@ -219,18 +220,19 @@ class Engine:
 
     @overload
     def generate(
-        self, prompts: Prompts, *, max_new_tokens: int = ..., temperature: float = ..., top_k: int = ...,
+        self, prompts: Prompts, *, max_new_tokens: int | None = ..., temperature: float = ..., top_k: int = ...,
         top_p: float = ..., min_p: float = ..., repetition_penalty: float = ..., presence_penalty: float = ...,
         frequency_penalty: float = ..., logit_bias: Mapping[int, float] | None = ..., mask: Masks = ...,
         stop: Stop = ..., seed: int | Sequence[int] = ..., logprobs: bool = ..., top_logprobs: int = ...,
         stream: Literal[True], ignore_eos: bool = ...,
     ) -> Iterator[StreamChunk]: ...  # fmt: skip
 
+    @checks_keywords
     def generate(
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -253,7 +255,7 @@ class Engine:
 
         Args:
             prompts: one text or several, or the token ids of one prompt or of several.
-            max_new_tokens: the most for each prompt.
+            max_new_tokens: the most for each prompt; by default 128, or as many as there is room for after it.
             temperature: 0 takes the most likely token.
             top_k, top_p, min_p, repetition_penalty: as in `rooftile.sample`.
             presence_penalty, frequency_penalty: are subtracted from the logits of generated tokens: the first once, the
@@ -332,7 +334,10 @@ class Engine:
         sampling: Sampling, op: str = "generate",
     ) -> Request:  # fmt: skip
         """A checked request."""
-        limit = integer(max_new_tokens)
+        cache = self.runner.cache
+        # The last new token is not written to the cache.
+        room = min(self.max_seq_len, cache.k.shape[1] * cache.page_size + 1) - len(prompt)
+        limit = max(1, min(NEW_TOKENS, room)) if max_new_tokens is None else integer(max_new_tokens)
         if limit is None:
             raise TypeError(f"{op}: max_new_tokens is {max_new_tokens!r}, expected an integer")
         if limit < 1:
@@ -340,16 +345,17 @@ class Engine:
         sampling.check(self.config.vocab)
         if self._broadcasts is not None:
             sampling = self._broadcasts(sampling)
-        request, cache = Request(index, prompt, limit, sampling), self.runner.cache
+        request = Request(index, prompt, limit, sampling)
         if request.longest + 1 > self.max_seq_len:
             raise ValueError(
-                f"{op}: prompt {index} has {len(prompt)} tokens, and max_new_tokens is {limit}: more than "
+                f"{op}: prompt {index} has {counted(len(prompt), 'token')}, and max_new_tokens is {limit}: more than "
                 f"max_seq_len, {self.max_seq_len}"
             )
         needed = -(-request.longest // cache.page_size)
         if needed > cache.k.shape[1]:
             raise ValueError(
-                f"{op}: prompt {index} and its new tokens need {needed} pages, and the cache has {cache.k.shape[1]}"
+                f"{op}: prompt {index} and its new tokens need {counted(needed, 'page')}, and the cache has "
+                f"{cache.k.shape[1]}"
             )
         ends = () if ignore_eos else self.config.eos
         stops = stops_of(stop, self.tokenizer, self.config.vocab)
@@ -389,7 +395,8 @@ class Engine:
         for i, prompt in enumerate(ids):
             if len(prompt) > self.max_seq_len:
                 raise ValueError(
-                    f"logits: prompt {i} has {len(prompt)} tokens, expected at most max_seq_len, {self.max_seq_len}"
+                    f"logits: prompt {i} has {counted(len(prompt), 'token')}, expected at most max_seq_len, "
+                    f"{self.max_seq_len}"
                 )
         return [x.float() for x in self.runner.logits(ids, part)]
 

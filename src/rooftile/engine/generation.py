@@ -20,6 +20,7 @@ from rooftile.engine.scheduling import Request
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+NEW_TOKENS = 128  # for a prompt, where the caller names no limit
 
 Top = list[tuple[int, float]]
 

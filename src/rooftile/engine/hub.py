@@ -1,4 +1,4 @@
-"""Checkpoints named by their id on the Hugging Face Hub."""
+"""A checkpoint's folder, by its path, its id on the Hugging Face Hub, or as `demo`, the small model in the package."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import re
 from pathlib import Path
 
+from rooftile import byte_model
 from rooftile.errors import to_install
 
+DEMO = "demo"  # instead of a path: the byte model in the package
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ("*.json", "*.jinja", "*.safetensors")
 _NOT = ("*/*", "consolidated*")  # other copies of the weights
@@ -19,26 +21,34 @@ def is_id(path: str | os.PathLike[str]) -> bool:
 
 
 def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `path`, or where the Hub's cache has the files of that id.
+    """The folder of a checkpoint: `path`, where the Hub's cache has the files of that id, or the package's of `demo`.
 
     What the cache lacks is downloaded by huggingface_hub: configuration, tokenizer, chat template and safetensors. With
     HF_HUB_OFFLINE=1 nothing is.
 
     Args:
-        path: a folder, which is returned as it is, or an id, `organization/name`.
+        path: a folder, an id, `organization/name`, or `demo` (`./demo` is a folder of that name).
         revision: of an id, a branch, tag or commit.
 
     Raises:
-        FileNotFoundError: the Hub has no such model, or can't be asked and the cache lacks it.
+        FileNotFoundError: there is no such folder; or the Hub has no such model, or can't be asked and the cache lacks
+            it.
         ImportError: huggingface_hub is not installed.
-        ValueError: a revision of a folder.
+        ValueError: path is a file, or a revision is given for a folder.
     """
     if not is_id(path):
         if revision is not None:
             raise ValueError(
                 f"revision is {revision!r}, expected None: {path} is no id of a model on the Hugging Face Hub"
             )
-        return Path(path).expanduser()
+        found = byte_model.folder() if path == DEMO else Path(path).expanduser()
+        if found.is_dir():
+            return found
+        what, error = ("is a file", ValueError) if found.exists() else ("does not exist", FileNotFoundError)
+        raise error(
+            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
+            f"or {DEMO!r}, the model shipped with Rooftile"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError as e:

@@ -171,14 +171,14 @@ def join(tensor_parallel: int, device: torch.device | str | None) -> tuple[Ranks
     Takes the default process group, or makes it from what `torchrun` has set.
 
     Raises:
-        ValueError: there is no process group, or it has another number of ranks.
+        ValueError: there is no such device; or no process group, or it has another number of ranks.
         TypeError: tensor_parallel is no integer.
     """
     if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int):
         raise TypeError(f"Engine: tensor_parallel is {tensor_parallel!r}, expected an integer")
     if tensor_parallel < 1:
         raise ValueError(f"Engine: tensor_parallel is {tensor_parallel}, expected a positive integer")
-    given = runtime.default_device() if device is None else torch.device(device)
+    given = runtime.device_of("Engine", device)
     if tensor_parallel == 1:
         return None, given
     distributed = torch.distributed

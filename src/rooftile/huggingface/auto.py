@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any
 
 from rooftile.huggingface.patching import check_switches, patch
@@ -32,10 +33,12 @@ class AutoModelForCausalLM:
                 the switches of `rooftile.patch`.
 
         Raises:
+            FileNotFoundError: a folder is named that does not exist.
             ValueError: Rooftile does not know the model's family.
             TypeError: a switch is not a bool, or its name is misspelled. Nothing is loaded then.
             ImportError: transformers is not installed.
         """
+        _check_named(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
         return _patched("from_pretrained", args, kwargs)
 
     @classmethod
@@ -45,6 +48,21 @@ class AutoModelForCausalLM:
         Args and errors are those of `from_pretrained`.
         """
         return _patched("from_config", args, kwargs)
+
+
+def _check_named(path: Any) -> None:
+    """Of a folder that does not exist, transformers says that it is no valid id."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if not isinstance(path, (str, os.PathLike)) or os.path.exists(path):
+        return
+    try:
+        validate_repo_id(os.fspath(path))
+    except HFValidationError:
+        raise FileNotFoundError(
+            f"AutoModelForCausalLM.from_pretrained: {path} does not exist; expected a checkpoint's folder, or the id "
+            "of a model on the Hugging Face Hub (owner/name)"
+        ) from None
 
 
 def _patched(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

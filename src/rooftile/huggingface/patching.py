@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from rooftile.errors import checks_keywords, did_you_mean
 from rooftile.huggingface import families, loss_head
 from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.memory import Memory
@@ -261,13 +261,12 @@ def check_switches(caller: str, switches: Mapping[str, object]) -> None:
     """
     for name, value in switches.items():
         if name not in SWITCHES:
-            close = difflib.get_close_matches(name, SWITCHES)
-            accepted = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(SWITCHES)}"
-            raise TypeError(f"{caller}: {name} is not a switch of rooftile.patch; {accepted}")
+            raise TypeError(f"{caller}: {name} is not a switch of rooftile.patch; {did_you_mean(name, SWITCHES)}")
         if not isinstance(value, bool):
             raise TypeError(f"{caller}: {name} is {value!r}, expected True or False")
 
 
+@checks_keywords
 def patch(
     model: nn.Module,
     *,

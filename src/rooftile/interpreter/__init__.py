@@ -21,8 +21,8 @@ _installed = False
 def install() -> None:
     """Corrects Triton's interpreter for this process. A second call does nothing.
 
-    Raises ImportError where NumPy or ml_dtypes is missing, and RuntimeError where this Triton's interpreter lacks
-    something that has to be mended.
+    Raises ImportError where NumPy or ml_dtypes is missing, and RuntimeError where Triton was imported before
+    TRITON_INTERPRET was set, or its interpreter lacks something that has to be mended.
     """
     global _installed
     if _installed:
@@ -34,6 +34,13 @@ def install() -> None:
         raise ImportError(
             f"Triton's interpreter needs numpy and ml_dtypes: {to_install('cpu')}", name=error.name
         ) from error
+    import triton
+
+    if isinstance(triton.language.sum, triton.JITFunction):
+        raise RuntimeError(
+            "TRITON_INTERPRET=1 was set after Triton had been imported, as transformers does: "
+            "set it in the environment before Python starts"
+        )
 
     from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memo, memory, plans, reductions, syntax
 

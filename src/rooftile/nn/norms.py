@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from rooftile.library import check_layout, check_numbers, check_tensors
+from rooftile.library import check_int64, check_layout, check_numbers, check_tensors
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
@@ -40,7 +42,7 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(hidden_size, int) or hidden_size < 1:
+        if isinstance(hidden_size, bool) or not isinstance(hidden_size, int) or hidden_size < 1:
             raise ValueError(f"RMSNorm: hidden_size is {hidden_size!r}, expected a positive integer: one dimension")
         check_numbers("RMSNorm", eps=eps, offset=offset)
         check_rounding("RMSNorm", rounding)
@@ -126,8 +128,14 @@ class RoPE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_int64("RoPE", rotary_dim=rotary_dim, max_positions=max_positions)
+        check_numbers("RoPE", base=base)
         if rotary_dim < 2 or rotary_dim % 2:
             raise ValueError(f"RoPE: rotary_dim is {rotary_dim}, expected an even number of 2 or more")
+        if max_positions < 1:
+            raise ValueError(f"RoPE: max_positions is {max_positions}, expected a positive integer")
+        if not 0 < base < math.inf:
+            raise ValueError(f"RoPE: base is {base}, expected a positive number")
         check_layout("RoPE", layout)
         check_style("RoPE", style)
         self.rotary_dim = rotary_dim

@@ -99,6 +99,8 @@ def app_of(engine: Backend, options: Options) -> FastAPI:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and not isinstance(error, ApiError):
+        error = ApiError(404, f"there is no {request.url.path[:200]!r}, expected one of {', '.join(sorted(_PATHS))}")
     return errors.response(error)
 
 
@@ -128,7 +130,9 @@ class _Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.names:
-            raise ApiError(404, f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+            served = " or ".join(map(repr, self.options.names))
+            said = f"the model {name[:200]!r} does not exist, expected {served}"
+            raise ApiError(404, said, param="model", code="model_not_found")
 
     async def health(self) -> JSONResponse:
         """200 while requests are let in and the engine runs."""

@@ -8,6 +8,7 @@ import logging
 import secrets
 from typing import Any
 
+from rooftile.errors import counted
 from rooftile.serve import chat, guided, protocol
 from rooftile.serve.backend import Backend
 from rooftile.serve.errors import ApiError
@@ -116,7 +117,7 @@ class Prompts:
         if len(tokens) > self._most:
             raise ApiError(
                 400,
-                f"{param} has {len(tokens)} tokens, expected at most {self._most}",
+                f"{param} has {counted(len(tokens), 'token')}, expected at most {self._most}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -131,8 +132,8 @@ class Prompts:
         if asked is not None and asked > room:
             raise ApiError(
                 400,
-                f"{param} is {asked}, and the prompt has {len(prompt.tokens)} tokens: together more than the model's "
-                f"length here, {self._length}",
+                f"{param} is {asked}, and the prompt has {counted(len(prompt.tokens), 'token')}: together more than "
+                f"the model's length here, {self._length}",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -16,6 +16,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from rooftile.errors import counted
+
 log = logging.getLogger("rooftile.serve")
 
 
@@ -79,14 +81,14 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_draining, signal.Signals(sig).name)
 
     def _begin_draining(self, name: str) -> None:
-        log.info("%s: %d requests run; new ones are refused", name, self._gate.inside)
+        log.info("%s: %s running; new ones are refused", name, counted(self._gate.inside, "request"))
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         while self._gate.inside and time.monotonic() < self._deadline:
             await asyncio.sleep(0.02)
         if self._gate.inside:
-            log.warning("%d requests still run, and are aborted", self._gate.inside)
+            log.warning("%s still running: aborted", counted(self._gate.inside, "request"))
             if self._abort is not None:
                 await asyncio.to_thread(self._abort)
         self.should_exit = True

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rooftile.errors import counted
 from rooftile.serve.chat import ChatTemplate
 
 HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C ends an answer"
@@ -83,7 +84,8 @@ def talk(
                 limit = min(max_new_tokens or model.max_seq_len, model.max_seq_len - len(prompt))
                 if limit < 1:
                     raise ValueError(
-                        f"the conversation has {len(prompt)} tokens, and max_seq_len is {model.max_seq_len}: /reset"
+                        f"the conversation has {counted(len(prompt), 'token')}, and max_seq_len is "
+                        f"{model.max_seq_len}: /reset"
                     )
                 started = time.perf_counter()
                 stream = engine.add(prompt, max_new_tokens=limit, **sampling)
@@ -111,5 +113,6 @@ def _print(stream: Any, started: float, out: Console, notices: Console) -> str:
     took = time.perf_counter() - first
     speed = f", {(tokens - 1) / took:.1f} tokens/s" if tokens > 1 and took > 0 else ""
     if tokens:
-        notices.print(f"{tokens} tokens, the first after {first - started:.2f} s{speed}", style="dim", highlight=False)
+        said = f"{counted(tokens, 'token')}, the first after {first - started:.2f} s{speed}"
+        notices.print(said, style="dim", highlight=False)
     return text

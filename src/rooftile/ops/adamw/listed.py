@@ -222,10 +222,7 @@ class ListUpdate:
         self.entries, self.device = tuple(entries), entries[0].param.device
         self.clips, self.skips = clips, skips
         if self.device.type == "cpu" and runtime.MODE is runtime.Mode.GPU:
-            raise ValueError(
-                "AdamW: a parameter is on the CPU, expected a GPU (set TRITON_INTERPRET=1 before the first Rooftile op "
-                "to run on the CPU, slowly)"
-            )
+            raise ValueError(f"AdamW: a parameter is on the CPU, expected a GPU ({runtime.TO_INTERPRET})")
         widest = max(parts.widest(e.param, e.exp_avg, e.master) for e in self.entries)
         self.target = runtime.target(self.device)
         self.config = parts.config(widest, self.target)
