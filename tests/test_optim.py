@@ -361,7 +361,7 @@ def test_a_norm_that_is_not_finite_changes_nothing(nonfinite, value, device):
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0, expected more than 0"),
         ({"nonfinite": "stop", "max_grad_norm": 1.0}, ValueError, "nonfinite is 'stop', expected one of propagate"),
         ({"nonfinite": "skip"}, ValueError, "nonfinite is 'skip' without max_grad_norm"),
-        ({"state_dtype": torch.float64}, TypeError, "state_dtype is torch.float64, expected float32"),
+        ({"state_dtype": torch.float64}, TypeError, "state_dtype is torch.float64, expected torch.float32"),
         ({"seed": 2**31}, ValueError, r"expected 0 to 2\^31 - 1"),
         ({"seed": 1.5}, TypeError, "seed is a float, expected an int"),
         ({"seed": "a"}, TypeError, "seed is a str, expected an int"),

@@ -299,6 +299,9 @@ def test_models_are_patched_when_they_are_loaded(tmp_path: object) -> None:
     for absent in ("./no-such", tmp_path / "no-such"):
         with pytest.raises(FileNotFoundError, match="no-such does not exist; expected a checkpoint's folder,"):
             rooftile.AutoModelForCausalLM.from_pretrained(absent)
+    for args, named in ((("demo",), {}), ((), {"pretrained_model_name_or_path": "demo"})):
+        demo = rooftile.AutoModelForCausalLM.from_pretrained(*args, **named)
+        assert any(rooftile.PatchHandle.of(demo).replaced.values())
     biased = rooftile.AutoModelForCausalLM.from_pretrained(tmp_path, attention_bias=True, rms_norm_eps=1e-4)
     assert biased.config.attention_bias
     with pytest.raises(TypeError, match="from_pretrained"):

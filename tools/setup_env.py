@@ -188,6 +188,9 @@ def main() -> None:
         python = sys.executable
         say(f"{python} has all that is needed: installing nothing")
     else:
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            say(f"{sys.executable} lacks {', '.join(missing[:3])}{more}: taking {VENV.name}/")
         python = environment()
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}

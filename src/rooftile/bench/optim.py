@@ -208,7 +208,9 @@ def run(
     problems = PROBLEMS if timer.measures else TINY
     unknown = sorted(set(names) - {p.name for p in problems})
     if unknown:
-        raise ValueError(f"unknown list {', '.join(unknown)}; known lists: {', '.join(p.name for p in problems)}")
+        on_gpu = not timer.measures and {p.name for p in PROBLEMS}.issuperset(unknown)
+        what = f"{'list' if on_gpu else 'unknown list'} {', '.join(unknown)}{' needs a GPU' if on_gpu else ''}"
+        raise ValueError(f"{what}; known lists{' here' if on_gpu else ''}: {', '.join(p.name for p in problems)}")
     bench = Bench(Settings(), console, timer, device)
     bench.measure_roofs()
     effort = effort or (Effort(seconds=0.5) if timer.measures else Effort(warmup=0, iters=2))

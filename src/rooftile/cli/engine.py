@@ -81,7 +81,9 @@ def generate(
     import sys
 
     if not prompts and sys.stdin.isatty():
-        raise typer.BadParameter("no prompt given, and standard input is a terminal", param_hint="--prompt")
+        raise typer.BadParameter(
+            "no prompt given, and standard input is a terminal: give a text, or pipe one", param_hint="--prompt"
+        )
     source = "a prompt" if prompts else "standard input"
     try:
         prompts = prompts or [sys.stdin.read().removesuffix("\n")]
@@ -90,7 +92,7 @@ def generate(
     except UnicodeError as error:
         raise typer.BadParameter(f"{source} is no UTF-8: {error}", param_hint="--prompt") from None
     if prompts == [""]:
-        raise typer.BadParameter(f"{source} is empty", param_hint="--prompt")
+        raise typer.BadParameter(f"{source} is empty, expected a text", param_hint="--prompt")
     choose_mode()
     from rooftile.bench.generate import CACHES, Settings, run
     from rooftile.cases.check import DTYPES

@@ -159,8 +159,9 @@ def serve(
     except ImportError as error:
         raise refused("serve", error) from None
     choose_mode()
+    from rooftile import byte_model
     from rooftile.engine.async_engine import check_step_tokens
-    from rooftile.engine.hub import DEMO, folder_of, is_id
+    from rooftile.engine.hub import folder_of, is_id
     from rooftile.serve.app import Options, folder_options
     from rooftile.serve.front import LOG_FORMAT, Front
     from rooftile.serve.server import listen
@@ -175,7 +176,9 @@ def serve(
             raise ValueError(f"{folder} has no tokenizer.json, and the server needs one")
         listening = listen(host, port)  # before the model is loaded
         options = Options(
-            names=tuple(served_model_name or [path if path == DEMO or is_id(path) else folder.resolve().name]),
+            names=tuple(
+                served_model_name or [path if path == byte_model.NAME or is_id(path) else folder.resolve().name]
+            ),
             api_keys=tuple(api_key or ()),
             max_body=max_body,
             max_prompt_tokens=max_prompt_tokens,

@@ -9,7 +9,6 @@ from pathlib import Path
 from rooftile import byte_model
 from rooftile.errors import to_install
 
-DEMO = "demo"  # instead of a path: the byte model in the package
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ("*.json", "*.jinja", "*.safetensors")
 _NOT = ("*/*", "consolidated*")  # other copies of the weights
@@ -41,13 +40,13 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
             raise ValueError(
                 f"revision is {revision!r}, expected None: {path} is no id of a model on the Hugging Face Hub"
             )
-        found = byte_model.folder() if path == DEMO else Path(path).expanduser()
+        found = byte_model.folder() if path == byte_model.NAME else Path(path).expanduser()
         if found.is_dir():
             return found
         what, error = ("is a file", ValueError) if found.exists() else ("does not exist", FileNotFoundError)
         raise error(
             f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
-            f"or {DEMO!r}, the model shipped with Rooftile"
+            f"or {byte_model.NAME!r}, the model shipped with Rooftile"
         )
     try:
         from huggingface_hub import snapshot_download

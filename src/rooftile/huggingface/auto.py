@@ -6,11 +6,13 @@ import difflib
 import os
 from typing import Any
 
+from rooftile import byte_model
 from rooftile.huggingface.patching import check_switches, patch
 from rooftile.huggingface.planning import SWITCHES
 
 # Below it are arguments of transformers: attention_bias=True is 0.78 like `attention`. Misspelled switches are above.
 _MISSPELLED = 0.8
+_PATH = "pretrained_model_name_or_path"
 
 
 class AutoModelForCausalLM:
@@ -30,7 +32,7 @@ class AutoModelForCausalLM:
 
         Args:
             args, kwargs: those of `transformers.AutoModelForCausalLM.from_pretrained`, and among the keyword arguments
-                the switches of `rooftile.patch`.
+                the switches of `rooftile.patch`. The path `"demo"` is the small model in the package.
 
         Raises:
             FileNotFoundError: a folder is named that does not exist.
@@ -38,7 +40,11 @@ class AutoModelForCausalLM:
             TypeError: a switch is not a bool, or its name is misspelled. Nothing is loaded then.
             ImportError: transformers is not installed.
         """
-        _check_named(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        path = args[0] if args else kwargs.get(_PATH)
+        if path == byte_model.NAME:
+            path = byte_model.folder()
+            args, kwargs = ((path, *args[1:]), kwargs) if args else (args, kwargs | {_PATH: path})
+        _check_named(path)
         return _patched("from_pretrained", args, kwargs)
 
     @classmethod

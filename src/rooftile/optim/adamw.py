@@ -113,7 +113,9 @@ class AdamW(torch.optim.Optimizer):
             if not max_grad_norm > 0.0:
                 raise ValueError(f"AdamW: max_grad_norm is {max_grad_norm}, expected more than 0")
         if state_dtype is not None and state_dtype not in DTYPES:
-            raise TypeError(f"AdamW: state_dtype is {state_dtype}, expected float32, float16 or bfloat16")
+            raise TypeError(
+                f"AdamW: state_dtype is {state_dtype!r}, expected torch.float32, torch.float16 or torch.bfloat16"
+            )
         _check_bools(master_weights=master_weights, stochastic_rounding=stochastic_rounding)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"AdamW: seed is {library.named(seed)}, expected an int")

@@ -45,7 +45,7 @@ OPS = (
 )  # fmt: skip
 PICKED = (
     f"Always shown: {', '.join(f'`{op}`' for op in OPS)}; of other ops those whose mean is below {TIE}, less than a "
-    "tie. Each is shown on the GPU where it was measured last, and on one where it has more rows."
+    "tie. An op is shown for the GPU where it was measured last, and for another one if it has more rows there."
 )
 # What the tables call the baselines of ops, and what they are.
 BASELINES = {
