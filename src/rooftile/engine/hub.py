@@ -34,7 +34,12 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
             it.
         ImportError: huggingface_hub is not installed.
         ValueError: path is a file, or a revision is given for a folder.
+        TypeError: path is no path, such as a model that is loaded already.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"path is a {type(path).__name__}, expected a checkpoint's folder (model.save_pretrained) or an id"
+        )
     if not is_id(path):
         if revision is not None:
             raise ValueError(
