@@ -198,11 +198,18 @@ def test_labels_that_are_all_ignored_give_zeros() -> None:
             assert all(not grad.any() for grad in grads.values())
 
 
-def test_too_few_labels_are_an_error() -> None:
+def test_labels_that_do_not_fit_are_named() -> None:
     model = trained("Llama")
     given = given_to(model)
-    with rooftile.patch(model), pytest.raises(ValueError, match="target has shape"):
-        model(**given, logits_to_keep=4)
+    labels = given["labels"]
+    batch, tokens = labels.shape
+    with rooftile.patch(model):
+        for other, fewer, seen in ((labels[:, :-2], {}, tokens), (labels, {"logits_to_keep": 4}, 4)):
+            said = rf"labels: has shape \({batch}, {other.shape[1]}\), expected \({batch}, {seen}\)"
+            with pytest.raises(ValueError, match=said):
+                model(**{**given, "labels": other}, **fewer)
+        with pytest.raises(TypeError, match=r"labels: has dtype torch.float32, expected int64 or int32"):
+            model(**{**given, "labels": labels.float()})
 
 
 def test_a_frozen_head_gets_no_gradient_and_passes_its_own_on() -> None:

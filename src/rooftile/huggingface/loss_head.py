@@ -126,12 +126,22 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     return any(not (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)
 
 
+def _check_labels(labels: Tensor, hidden: Tensor) -> None:
+    """Raise what `linear_cross_entropy` would say of its target, in the words of the model's caller."""
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels: has dtype {labels.dtype}, expected int64 or int32, the ids of tokens")
+    if labels.numel() != hidden.shape[:-1].numel():
+        shape, expected = tuple(labels.shape), tuple(hidden.shape[:-1])
+        raise ValueError(f"labels: has shape {shape}, expected {expected}, a label for each token")
+
+
 def fused(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked, adapter: tuple[Tensor, Tensor] | None = None
 ) -> Found:
     """The loss without logits; `adapter` is that of `linear_cross_entropy`, low in hidden's leading shape."""
     if adapter is not None:
         adapter = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
+    _check_labels(asked.target, hidden)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = asked.target.to(hidden.device).reshape(-1)
     options: dict[str, Any] = {
