@@ -1272,7 +1272,7 @@ def test_a_long_prompt_is_not_launched_ahead_of_the_device(engine, monkeypatch):
 def test_sequences_that_are_left_move_to_the_first_slots_and_keep_their_tokens(deterministic):
     how = [
         {"temperature": 0.9, "top_k": 20, "seed": 3},
-        {"temperature": 1.1, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 9},
+        {"repetition_penalty": 3.0},
         {"presence_penalty": 1.5, "frequency_penalty": 0.5},
         {"logit_bias": {7: 6.0, 11: 5.5}, "temperature": 0.8, "seed": 4},
     ]
@@ -1320,6 +1320,18 @@ def test_a_group_of_cascade_is_found_again_where_its_sequences_moved(monkeypatch
     prompts = [[40], *([*begun, i] for i in range(50, 52))]
     engine = made(max_batch=3, cascade=True)
     expected = [engine.generate(p, max_new_tokens=6, ignore_eos=True)[0].tokens for p in prompts]
-    loop, requests = looped(engine, prompts, [1, 6, 6])
+    loop, (short, second, first) = looped(engine, prompts, [2, 6, 6])
+    loop.remove(first)
+    loop.step()
+    first.priority = -1  # the first one of a step, in the last slot, from which it moves
+    loop.add(first)
+    groups, found = engine.runner._cascade.groups, []
+
+    def recorded(live):
+        found.append((groups(live), [s.slot for s in live]))
+        return found[-1][0]
+
+    monkeypatch.setattr(engine.runner._cascade, "groups", recorded)
     finish(loop)
-    assert [r.tokens for r in requests[1:]] == expected[1:]
+    assert found[:2] == [(True, [2, 1]), (True, [0, 1])]
+    assert [short.tokens, second.tokens, first.tokens] == [expected[0][:2], *expected[1:]]

@@ -96,7 +96,7 @@ main()
         ("generate demo --prompt x", "triton", "", "import of triton halted; None in sys.modules: pip install . in a"),
         ("chat demo", "ml_dtypes", "", "Triton's interpreter needs numpy and ml_dtypes: pip install '.[cpu]' in a"),
         ("serve demo --port 0", "ml_dtypes", "", "Triton's interpreter needs numpy and ml_dtypes: pip install"),
-        ("generate demo --prompt x", "-", "0", "no GPU was found, and Rooftile's kernels need one (set TRITON_INTERP"),
+        ("generate demo --prompt x", "-", "0", "no GPU was found, and Rooftile's kernels need one (to run on the CPU,"),
     ],
 )
 def test_what_a_command_needs_and_does_not_find_is_said_in_a_line(command, missing, interpret, said):

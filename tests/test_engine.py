@@ -497,8 +497,14 @@ def test_misspelled_arguments_are_recognized(engine, llama):
     ):
         with pytest.raises(TypeError, match=said):
             call()
-    with rooftile.AsyncEngine(engine) as requests, pytest.raises(TypeError, match=r"add: max_tokens .* max_new_t"):
-        requests.add([1], max_tokens=5)
+    with rooftile.AsyncEngine(engine) as requests:
+        for name, said in (
+            ("max_tokens", r"max_new_tokens\?"),
+            ("masks", r"did you mean mask\?"),
+            ("zzz", "expected one of temperature, .*, request_id"),
+        ):
+            with pytest.raises(TypeError, match=f"^add: {name} is no argument; .*{said}$"):
+                requests.add([1], **{name: 5})
 
 
 def test_without_a_limit_there_are_as_many_new_tokens_as_there_is_room_for(engine, llama):
@@ -560,7 +566,7 @@ def test_what_cannot_be_built(llama, more, error, message):
 def test_without_a_gpu_it_says_what_to_set(llama, monkeypatch):
     monkeypatch.setattr(runtime, "MODE", runtime.Mode.GPU)
     monkeypatch.setattr(runtime, "accelerator", lambda: None)
-    said = r"\(set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly\)"
+    said = r"\(to run on the CPU, slowly, set TRITON_INTERPRET=1 in the environment before Python starts\)"
     with pytest.raises(RuntimeError, match=f"no GPU was found, and Rooftile's kernels need one {said}"):
         rooftile.Engine.from_config(llama.config)
     with pytest.raises(ValueError, match=f"Engine: device is cpu, expected a GPU, of which there is none {said}"):

@@ -25,8 +25,8 @@ class Mode(enum.Enum):
     COMPILE = "compile"
 
 
-# The end of errors of a process that has no GPU. It is too late once Triton is imported, as transformers does.
-TO_INTERPRET = "set TRITON_INTERPRET=1 in the environment before Python starts to run on the CPU, slowly"
+# What errors advise where there is no GPU. Later is too late: transformers, for one, imports Triton.
+TO_INTERPRET = "to run on the CPU, slowly, set TRITON_INTERPRET=1 in the environment before Python starts"
 
 # On Hopper, the kernels of all other GPUs: to compare with, or where a release of Triton breaks Gluon.
 PORTABLE = os.environ.get("ROOFTILE_PORTABLE", "0") == "1"

@@ -564,7 +564,10 @@ class AsyncEngine:
         known = [field.name for field in dataclasses.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
             known += inspect.signature(self._requests).parameters
-            raise TypeError(f"add: {unknown[0]} is no argument; {did_you_mean(unknown[0], known)}")
+            raise TypeError(
+                f"add: {unknown[0]} is no argument; "
+                f"{did_you_mean(unknown[0], dict.fromkeys(name for name in known if name != 'sampling'))}"
+            )
         (ids,) = encoded([prompt], self.engine.tokenizer, self.engine.config.vocab)
         its, requests = seed if one is None else one, []
         for i, its_mask in enumerate(masks):

@@ -170,8 +170,8 @@ class CacheBase:
     def _check_advanced(self) -> None:
         if not self._advanced and not self._captured and any(self._counts):
             raise RuntimeError(
-                f"{type(self).__name__}.reserve: the lengths were not advanced for the tokens reserved before; call "
-                f"advance first"
+                f"{type(self).__name__}: the lengths were not advanced for the tokens reserved before; call advance "
+                "first"
             )
 
     def _begin(self, counts: list[int]) -> None:

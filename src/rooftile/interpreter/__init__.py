@@ -38,8 +38,8 @@ def install() -> None:
 
     if isinstance(triton.language.sum, triton.JITFunction):
         raise RuntimeError(
-            "TRITON_INTERPRET=1 was set after Triton had been imported, as transformers does: "
-            "set it in the environment before Python starts"
+            "TRITON_INTERPRET=1 was set after Triton had been imported, by transformers for example: set it in the "
+            "environment before Python starts"
         )
 
     from rooftile.interpreter import arithmetic, dtypes, launch, libdevice, memo, memory, plans, reductions, syntax
