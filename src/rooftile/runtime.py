@@ -115,6 +115,7 @@ def device_of(caller: str, device: torch.device | str | int | None) -> torch.dev
 
     Raises:
         ValueError: there is no such device, or it is the CPU and kernels are compiled.
+        NoGPU: None is given, and there is none.
     """
     if device is None:
         return default_device()

@@ -117,5 +117,5 @@ def _hopper_of_fp8(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
         yield GemmConfig(
             "hopper", block_m, block_n, 128, 8, 1, num_warps=block_m // 16, num_stages=stages, pingpong=True
         )
-    # Rows of the result that TMA does not take.
+    # For rows of the result that are no multiples of 16 bytes, which TMA does not write.
     yield small if few or p.scaled_steps else GemmConfig("hopper", 128, 128, 128, 8, 1, num_warps=4, num_stages=3)
