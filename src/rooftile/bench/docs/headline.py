@@ -63,7 +63,7 @@ BASELINES = {
     "liger": "Liger-Kernel",
     "quack": "Dao-AILab's quack",
     "gather + sdpa": "pages gathered, then SDPA",
-    "rms_norm+cublas": "Rooftile's `rms_norm`, then cuBLAS",
+    "rms_norm+cublas": "Rooftile's norm, then cuBLAS",
     "dense": "Rooftile's own `attention_varlen` over contiguous keys and values",
 }
 NAMES = {
