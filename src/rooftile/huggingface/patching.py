@@ -372,6 +372,6 @@ def patch(
         warnings.warn(
             f"rooftile.patch leaves {', '.join(unknown)}: {families.not_understood()}. print(handle) gives the reasons",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,  # the caller of `patch`, which `checks_keywords` calls
         )
     return handle
