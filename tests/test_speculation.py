@@ -12,10 +12,10 @@ from rich.console import Console
 from test_engine_sampling import SIZES
 
 import rooftile
-from rooftile import byte_model
 from rooftile.bench import speculation as bench
 from rooftile.bench.speculation import TEXTS, Replay, Settings, Text, make_predictable, measure
 from rooftile.byte_model import library_text
+from rooftile.engine.hub import DEMO
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request
 from rooftile.engine.speculation import Draft, Guess, NGram, Speculation, parse
@@ -251,7 +251,7 @@ def test_the_benchmark_s_tokens_are_those_of_plain_decoding():
 
 def on_text(**options):
     how = {"tokens": 1, "prompt": 80, "new": 4, "rounds": 1, "engine": {"dtype": torch.float32, "quantize": None}}
-    return Settings(byte_model.NAME, text=True, **{**how, **options})
+    return Settings(DEMO, text=True, **{**how, **options})
 
 
 @pytest.fixture

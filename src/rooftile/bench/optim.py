@@ -208,9 +208,10 @@ def run(
     problems = PROBLEMS if timer.measures else TINY
     unknown = sorted(set(names) - {p.name for p in problems})
     if unknown:
-        on_gpu = not timer.measures and {p.name for p in PROBLEMS}.issuperset(unknown)
-        what = f"{'list' if on_gpu else 'unknown list'} {', '.join(unknown)}{' needs a GPU' if on_gpu else ''}"
-        raise ValueError(f"{what}; known lists{' here' if on_gpu else ''}: {', '.join(p.name for p in problems)}")
+        where = "" if timer.measures else " in the interpreter"
+        raise ValueError(
+            f"unknown list {', '.join(unknown)}; known lists{where}: {', '.join(p.name for p in problems)}"
+        )
     bench = Bench(Settings(), console, timer, device)
     bench.measure_roofs()
     effort = effort or (Effort(seconds=0.5) if timer.measures else Effort(warmup=0, iters=2))

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-NAME = "demo"  # instead of a path
-
 
 def folder() -> Path:
     """The folder of a Hugging Face checkpoint: a small Llama, trained on the bytes of Python's standard library."""

@@ -124,7 +124,7 @@ def generate(
     )
     try:
         code = run(settings, console, notices)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise refused("generate", error) from None
     raise typer.Exit(code)
 

@@ -432,15 +432,16 @@ def bench_speculation(
     With --text, other tokens fail only in float32.
     """
     choose_mode()
-    from rooftile import byte_model, runtime
+    from rooftile import runtime
     from rooftile.bench import speculation
     from rooftile.bench.workloads import MODELS
     from rooftile.cases.check import DTYPES
+    from rooftile.engine.hub import DEMO
 
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
     if text and (acceptances or layers):
         raise typer.BadParameter("--acceptance and --layers are of a replay", param_hint="--text")
-    model = model or (byte_model.NAME if text else "tiny" if interpreted else "llama-3-8b")
+    model = model or (DEMO if text else "tiny" if interpreted else "llama-3-8b")
     if not text and model not in MODELS:
         raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
     dtype = dtype or (DType.fp32 if text else DType.bf16)

@@ -88,7 +88,7 @@ def _loaded(
             engine = rooftile.AsyncEngine.from_pretrained(
                 folder, **options, tensor_parallel=tensor_parallel, **requests
             )
-        except (ValueError, TypeError, OSError, ImportError) as error:
+        except (ValueError, TypeError, OSError) as error:
             raise refused(name, error) from None
         yield stack.enter_context(engine)
 
@@ -154,14 +154,10 @@ def serve(
 
     from rooftile.serve import check_installed
 
-    try:
-        check_installed()
-    except ImportError as error:
-        raise refused("serve", error) from None
+    check_installed()
     choose_mode()
-    from rooftile import byte_model
     from rooftile.engine.async_engine import check_step_tokens
-    from rooftile.engine.hub import folder_of, is_id
+    from rooftile.engine.hub import DEMO, folder_of, is_id
     from rooftile.serve.app import Options, folder_options
     from rooftile.serve.front import LOG_FORMAT, Front
     from rooftile.serve.server import listen
@@ -176,9 +172,7 @@ def serve(
             raise ValueError(f"{folder} has no tokenizer.json, and the server needs one")
         listening = listen(host, port)  # before the model is loaded
         options = Options(
-            names=tuple(
-                served_model_name or [path if path == byte_model.NAME or is_id(path) else folder.resolve().name]
-            ),
+            names=tuple(served_model_name or [path if path == DEMO or is_id(path) else folder.resolve().name]),
             api_keys=tuple(api_key or ()),
             max_body=max_body,
             max_prompt_tokens=max_prompt_tokens,
@@ -187,7 +181,7 @@ def serve(
             **folder_options(folder, chat_template, tool_format.value),
         )
         front = Front(listening, options, tokenizer.read_text(encoding="utf-8"), drain_timeout=drain_timeout)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise refused("serve", error) from None
     with front, _loaded(
         "serve", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=max_batch,
@@ -237,7 +231,7 @@ def chat(
     import sys
 
     if importlib.util.find_spec("jinja2") is None:
-        raise refused("chat", ImportError(f"chat templates need jinja2: {to_install('serve')}"))
+        raise ImportError(f"chat templates need jinja2: {to_install('serve')}")
     choose_mode()
     from rooftile.engine.hub import folder_of
     from rooftile.serve.terminal import HELP, is_utf8, talk, template_of
@@ -247,7 +241,7 @@ def chat(
             raise ValueError("--system is not UTF-8")
         folder = folder_of(path)
         template = template_of(folder, chat_template)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise refused("chat", error) from None
     with _loaded(
         "chat", folder, dtype, quantize, kv_dtype, speculate, tensor_parallel, max_batch=1, max_seq_len=max_seq_len,

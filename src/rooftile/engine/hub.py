@@ -9,6 +9,7 @@ from pathlib import Path
 from rooftile import byte_model
 from rooftile.errors import to_install
 
+DEMO = "demo"  # instead of a path: the byte model in the package
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ("*.json", "*.jinja", "*.safetensors")
 _NOT = ("*/*", "consolidated*")  # other copies of the weights
@@ -34,24 +35,19 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
             it.
         ImportError: huggingface_hub is not installed.
         ValueError: path is a file, or a revision is given for a folder.
-        TypeError: path is no path, such as a model that is loaded already.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"path is a {type(path).__name__}, expected a checkpoint's folder (model.save_pretrained) or an id"
-        )
     if not is_id(path):
         if revision is not None:
             raise ValueError(
                 f"revision is {revision!r}, expected None: {path} is no id of a model on the Hugging Face Hub"
             )
-        found = byte_model.folder() if path == byte_model.NAME else Path(path).expanduser()
+        found = byte_model.folder() if path == DEMO else Path(path).expanduser()
         if found.is_dir():
             return found
         what, error = ("is a file", ValueError) if found.exists() else ("does not exist", FileNotFoundError)
         raise error(
             f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
-            f"or {byte_model.NAME!r}, the model shipped with Rooftile"
+            f"or {DEMO!r}, the model shipped with Rooftile"
         )
     try:
         from huggingface_hub import snapshot_download

@@ -6,7 +6,6 @@ import difflib
 import os
 from typing import Any
 
-from rooftile import byte_model
 from rooftile.huggingface.patching import check_switches, patch
 from rooftile.huggingface.planning import SWITCHES
 
@@ -40,9 +39,11 @@ class AutoModelForCausalLM:
             TypeError: a switch is not a bool, or its name is misspelled. Nothing is loaded then.
             ImportError: transformers is not installed.
         """
+        from rooftile.engine.hub import DEMO, folder_of
+
         path = args[0] if args else kwargs.get(_PATH)
-        if path == byte_model.NAME:
-            path = byte_model.folder()
+        if path == DEMO:
+            path = folder_of(path)
             args, kwargs = ((path, *args[1:]), kwargs) if args else (args, kwargs | {_PATH: path})
         _check_named(path)
         return _patched("from_pretrained", args, kwargs)

@@ -299,16 +299,26 @@ def ops(results: Path) -> str:
                 continue
             mean, row, all_of_them = ratios
             # A mean alone hides losses behind a few points whose baseline is slow.
-            if op not in OPS and min(mean, statistics.median(all_of_them)) >= TIE:
+            median = statistics.median(all_of_them)
+            if op not in OPS and min(mean, median) >= TIE:
                 continue
             names = collections.Counter(peer.impl for group in counted if (peer := best_peer(group)))
             best = [name for name, _ in names.most_common(2)]
             least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
-            cells = [f"`{op}`", direction, str(len(all_of_them)), f"{mean:.2f}", least, ", ".join(best), gpu]
-            lines.append((mean, cells, best, [(p.meta, op, direction, p.older) for p in own.points]))
+            cells = [
+                f"`{op}`",
+                direction,
+                str(len(all_of_them)),
+                f"{median:.2f}",
+                f"{mean:.2f}",
+                least,
+                ", ".join(best),
+                gpu,
+            ]
+            lines.append((median, cells, best, [(p.meta, op, direction, p.older) for p in own.points]))
     if not lines:
         return NO_RESULTS
-    columns = ("op", "direction", "rows>", "speedup, geometric mean>", "least", "best baselines", "GPU")
+    columns = ("op", "direction", "rows>", "speedup, median>", "geometric mean>", "least", "best baselines", "GPU")
     lines.sort(key=lambda line: -line[0])
     shown = {name for _, _, best, _ in lines for name in best}
     named: dict[str, list[str]] = {}
