@@ -6,10 +6,11 @@ from helpers import interpreted, nightly_but
 
 import rooftile
 from rooftile import launching
+from rooftile.engine import prompt_graphs
 from rooftile.engine import prompts as laid_out
-from rooftile.engine import runner as runners
+from rooftile.engine.prompt_graphs import PromptGraphs
 from rooftile.engine.prompts import GRAPH_TOKENS, PromptBatch, padded_length
-from rooftile.engine.runner import PromptGraphs, Sampling
+from rooftile.engine.runner import Sampling
 
 pytest.importorskip("transformers")
 
@@ -244,7 +245,7 @@ def test_mixed_steps_are_recorded_too(device, monkeypatch):
 
 
 def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatch):
-    monkeypatch.setattr(runners, "KEPT", 2)
+    monkeypatch.setattr(prompt_graphs, "KEPT", 2)
     engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))
     kept = engine.runner._of_prompts._graphs
     for lengths in [(3,)] * 2, [(44, 44)] * 2, [(3,)], [(44, 44, 44)] * 2, [(44, 44)]:

@@ -1,0 +1,75 @@
+"""The CUDA graphs of prompts, and of steps that mix them with single tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftile.engine.model import Decoder
+from rooftile.engine.prompts import MixedBatch, PromptBatch
+from rooftile.graphs import SerialGraphs
+
+# Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
+# at most 1024 tokens have 18 numbers of tokens, for each number of slots. `warm_up` makes 45 for 32 slots, 88 for 256
+# and 104 for 512.
+KEPT = 192
+Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, its input and its logits
+
+
+class PromptGraphs:
+    """A decoder's prefill, by a CUDA graph for each small shape that recurs.
+
+    The first prompts of a shape run eagerly, which compiles its kernels. The second time the shape is captured, and
+    replayed from then on. A shape whose graph was dropped starts over. Without memory for a graph, prompts run eagerly.
+    """
+
+    def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
+        self._decoder, self._turns = decoder, turns
+        self._seen: set[tuple[int, ...]] = set()
+        self._graphs: dict[tuple[int, ...], Recorded | None] = {}
+        self._logits: Tensor | None = None
+
+    def __call__(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Tensor:
+        """The decoder's logits, valid until the next replay of one of these graphs. `newest` is always one tensor."""
+        shape = prompts.shape
+        if shape is None or shape not in self._seen:
+            if shape is not None:
+                self._seen.add(shape)
+            return self._eager(prompts, newest)
+        if shape not in self._graphs:
+            self._graphs[shape] = self._recorded(prompts, newest)
+        found = self._graphs[shape] = self._graphs.pop(shape)  # now the one used last
+        if len(self._graphs) > KEPT:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest]
+            self._seen.discard(oldest)
+        if found is None:
+            return self._eager(prompts, newest)
+        graph, numbers, logits = found
+        numbers.copy_(prompts.numbers, non_blocking=True)
+        graph.replay()
+        return logits
+
+    def _eager(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Tensor:
+        numbers = prompts.numbers.to(newest.device, non_blocking=True)
+        logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
+        if self._logits is None and isinstance(prompts, MixedBatch):
+            self._logits = logits.new_empty((newest.shape[0], logits.shape[1]))
+        return logits
+
+    def _recorded(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Recorded | None:
+        kept = self._logits
+
+        def compute() -> Tensor:
+            logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
+            if not isinstance(prompts, MixedBatch) or kept is None:
+                return logits
+            # Of many slots they are large, and so are the numbers of shapes: all graphs share one memory for them.
+            return kept[: prompts.rows].copy_(logits)
+
+        try:
+            numbers = prompts.numbers.to(newest.device, non_blocking=True)
+            graph, logits = self._turns.record(compute)
+        except torch.OutOfMemoryError:  # a capture can't release cached memory to get more
+            return None
+        return graph, numbers, logits
