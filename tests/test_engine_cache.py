@@ -264,6 +264,20 @@ class TestPagedKVCache:
         cache.free(a)
         assert cache.free_pages == 6
 
+    def test_sequences_that_move_after_a_step_take_their_rows_along(self, device):
+        cache = PagedKVCache(8, 16, 2, 8, max_sequences=5, max_seq_len=48, device=device)
+        a, b, c, d = (cache.allocate() for _ in range(4))
+        cache.extend({a: 1, b: 2, c: 20, d: 33})
+        cache.free(a)
+        sent, send = [], cache._send
+        cache._send = lambda tensor, numbers: sent.append(tensor) or send(tensor, numbers)
+        cache.move({c: 4, d: 0})
+        assert [x.data_ptr() for x in sent] == [cache.lengths.data_ptr(), cache.counts.data_ptr()]  # of both, at once
+        assert cache.sequences == [d, b, c]
+        assert cache.lengths.tolist() == [33, 2, 0, 0, 20]
+        assert cache.counts.tolist() == [0, 2, 0, 0, 0]  # those that moved have left the step
+        assert cache.page_table.tolist() == [d.pages, [*b.pages, -1, -1], [-1] * 3, [-1] * 3, [*c.pages, -1]]
+
     def test_wrong_page_sizes(self, device):
         for size in (8, 24, 1024):
             with pytest.raises(ValueError, match=f"PagedKVCache: page_size is {size}, expected one of 16, 32, 64"):

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -181,10 +181,10 @@ class CacheBase:
         self._counts, self._new = counts, max(counts, default=0)
         self._begun, self._advanced, self._appended = True, False, set()
 
-    def _drop(self, rows: slice) -> None:
+    def _drop(self, slots: Collection[int]) -> None:
         """Take those sequences out of the current step."""
-        if any(self._counts[rows]):
-            self._counts = [0 if i in range(rows.start, rows.stop) else n for i, n in enumerate(self._counts)]
+        if any(self._counts[i] for i in slots):
+            self._counts = [0 if i in slots else n for i, n in enumerate(self._counts)]
             self._send(self.counts, self._counts)
 
     @contextlib.contextmanager
@@ -444,7 +444,7 @@ class KVCache(CacheBase):
         batch = len(self._tokens)
         if sequence is not None and not 0 <= sequence < batch:
             raise IndexError(f"KVCache.reset: sequence is {sequence}, expected 0 to {batch - 1}")
-        rows = slice(0, batch) if sequence is None else slice(sequence, sequence + 1)
-        self._tokens[rows] = [0] * len(self._tokens[rows])
-        self._send(self.lengths[rows], self._tokens[rows])
-        self._drop(rows)
+        first, end = (0, batch) if sequence is None else (sequence, sequence + 1)
+        self._tokens[first:end] = [0] * (end - first)
+        self._send(self.lengths[first:end], self._tokens[first:end])
+        self._drop(range(first, end))

@@ -191,10 +191,12 @@ class PagedKVCache(CacheBase):
         row = self.page_table[slot]
         self._tell(lambda: row.copy_(self._no_pages))  # a fill is a kernel
         self._send(self.lengths[slot : slot + 1], [0])
-        self._drop(slice(slot, slot + 1))
+        self._drop([slot])
 
     def move(self, slots: Mapping[PagedSequence, int]) -> None:
-        """Give sequences other slots, between two steps. The device copies their rows.
+        """Give sequences other slots, between two steps.
+
+        The device copies their rows of the page table, and is sent all lengths.
 
         Raises:
             ValueError: a sequence was freed or is another cache's, or a slot is taken, given twice, or none of the
@@ -210,17 +212,17 @@ class PagedKVCache(CacheBase):
             if slot not in free:
                 raise ValueError(f"PagedKVCache.move: the slot for {sequence} is {slot}, expected one that is free")
             free.remove(slot)
+        left = {sequence.slot for sequence in slots}
         for sequence, slot in slots.items():
             old, sequence.slot = sequence.slot, slot
             self._slots[old], self._slots[slot] = None, sequence
             for row, of_old in (
                 (self.page_table[slot], self.page_table[old]),
-                (self.lengths[slot : slot + 1], self.lengths[old : old + 1]),
                 (self.page_table[old], self._no_pages),
             ):
                 self._tell(functools.partial(row.copy_, of_old))
-            self._send(self.lengths[old : old + 1], [0])
-            self._drop(slice(old, old + 1))
+        self._send(self.lengths, [0 if s is None else s.length for s in self._slots])
+        self._drop(left)
 
     def _release(self, page: int) -> None:
         self._users[page] -= 1
