@@ -173,6 +173,34 @@ class TestCompletions:
         assert error.value.param.split(".")[0] == field
 
     @pytest.mark.parametrize(
+        ("field", "value", "came"),
+        [
+            ("stop", ["a"] * 17, "a list of 17"), ("stop", "a" * 1025, "a string of 1025 characters"),
+            ("stop", ["a", 5], "5 at stop.1"), ("stop", {"a": 1}, "an object"), ("prompt", 5, "5"),
+            ("prompt", None, "null"), ("prompt", ["a", "b", 1], "1 at prompt.2"),
+            ("prompt", [1, "a"], '"a" at prompt.1'), ("prompt", [[1], [2, -1]], "-1 at prompt.1.1"),
+        ],
+    )  # fmt: skip
+    def test_a_field_of_several_types_says_all_of_them_and_what_came(self, client, field, value, came):
+        accepted = {
+            "stop": "a string of 1 to 1024 characters, or a list of at most 16 of them",
+            "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+        }
+        with pytest.raises(openai.BadRequestError) as error:
+            client.completions.create(**{"model": "small", "prompt": "a", "extra_body": {field: value}})
+        assert error.value.body["message"] == f"{field}: expected {accepted[field]}, got {came}"
+        assert (error.value.body["param"], error.value.body["type"]) == (field, "invalid_request_error")
+
+    @pytest.mark.parametrize(
+        ("content", "came"), [(5, "5"), ([{"type": "text"}], "nothing at content.0.text"), ({"a": 1}, "an object")]
+    )
+    def test_a_message_says_what_content_it_takes(self, client, content, came):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model="small", messages=[*HELLO, {"role": "user", "content": content}])
+        accepted = "a string, or a list of objects with type 'text' and a text"
+        assert error.value.body["message"] == f"messages.1.content: expected {accepted}, got {came}"
+
+    @pytest.mark.parametrize(
         "extra",
         [
             {"top_k": -5}, {"top_k": 2**40}, {"min_p": 2}, {"min_p": -1}, {"repetition_penalty": 0},

@@ -46,7 +46,7 @@ def response(error: HTTPException) -> JSONResponse:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors. The alternatives of a union are part of its location, and are left out.
+    """The first of pydantic's errors.
 
     What is wrong with a whole request is said with the name of the field first.
     """
@@ -54,7 +54,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {error.get('ctx', {}).get('error', error['msg'])}")
     at = [x for x in error["loc"] if x != "body"]
-    param = ".".join(str(x) for x in at if isinstance(x, int) or (x.isidentifier() and x not in ("str", "int")))
+    param = ".".join(str(x) for x in at if isinstance(x, int) or x.isidentifier())
     said = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "model_attributes_type" and not at:
         if isinstance(error.get("input"), bytes):

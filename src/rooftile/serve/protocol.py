@@ -6,12 +6,56 @@ something the server does not do is refused: `UNSUPPORTED`.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from rooftile.errors import counted
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+def _shown(x: Any) -> str:
+    """A value of JSON, short enough for an error."""
+    if isinstance(x, list):
+        return f"a list of {len(x)}"
+    if isinstance(x, dict):
+        return "an object"
+    if isinstance(x, str) and len(x) > 40:
+        return f"a string of {counted(len(x), 'character')}"
+    return json.dumps(x)[:100]
+
+
+def _expecting(accepted: str) -> WrapValidator:
+    """For a union: one error that says all that is accepted, instead of pydantic's for each of the alternatives.
+
+    What came is named where the alternative that fits the most of it fails.
+    """
+
+    def checked(value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            first = {e["loc"][0]: e for e in reversed(error.errors(include_url=False))}  # of each alternative
+            furthest = max(first.values(), key=lambda e: e["loc"][1:])
+            path = furthest["loc"][1:]
+            came = "nothing" if furthest["type"] == "missing" else _shown(furthest["input"])
+            at = f" at {'.'.join(map(str, (info.field_name, *path)))}" if path else ""
+            raise ValueError(f"expected {accepted}, got {came}{at}") from None
+
+    return WrapValidator(checked)
 
 
 # Fields of OpenAI's API and of vLLM that are refused, unless they have one of these values, which ask for nothing. null
@@ -82,7 +126,9 @@ class StructuredOutputs(Fields):
 
     model_config = ConfigDict(extra="forbid")  # its options change the answer
 
-    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_schema: Annotated[dict[str, Any] | str | None, _expecting("a JSON schema, as an object or as a string")] = (
+        Field(None, alias="json")
+    )
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None  # in Lark's syntax
@@ -120,7 +166,10 @@ class Sampled(Fields):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=16)] | None,
+        _expecting("a string of 1 to 1024 characters, or a list of at most 16 of them"),
+    ] = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
@@ -143,7 +192,10 @@ class Sampled(Fields):
 
 
 class CompletionRequest(Sampled):
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: Annotated[
+        str | list[str] | list[Token] | list[list[Token]],
+        _expecting("a string, a list of strings, a list of token ids, or a list of such lists"),
+    ]
     max_tokens: int | None = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -185,7 +237,9 @@ class Part(Fields):
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: Annotated[
+        str | list[Part] | None, _expecting("a string, or a list of objects with type 'text' and a text")
+    ] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -208,7 +262,10 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        _expecting("'none', 'auto', 'required', or an object with type 'function' and the name of a function"),
+    ] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
