@@ -494,6 +494,18 @@ def test_misspelled_arguments_are_recognized(engine, llama):
             r"Engine.from_config: max_sequence_len .*; did you mean max_seq_len\?",
         ),
         (lambda: rooftile.Engine.from_pretrained("absent", quantized="fp8"), "did you mean quantize"),
+        (
+            lambda: rooftile.AsyncEngine.from_pretrained("absent", max_wating=3),
+            r"AsyncEngine.from_pretrained: max_wating is no argument; did you mean max_waiting",
+        ),
+        (
+            lambda: rooftile.AsyncEngine.from_pretrained("absent", quantized="fp8"),
+            "did you mean quantize",
+        ),
+        (
+            lambda: rooftile.AsyncEngine.from_config(llama.config, zzz=8),
+            "AsyncEngine.from_config: zzz .*; expected one of config, max_waiting, .*, warm_up, dtype, .*seed$",
+        ),
     ):
         with pytest.raises(TypeError, match=said):
             call()

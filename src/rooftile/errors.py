@@ -26,16 +26,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(known)}"
 
 
-def checks_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, whose TypeError for a keyword argument that it lacks says which one may be meant."""
-    known = inspect.signature(function).parameters
+def checks_keywords(function: Callable[_P, _R], passes_to: Callable[..., object] | None = None) -> Callable[_P, _R]:
+    """The function, whose TypeError for a keyword argument that it lacks says which one may be meant.
+
+    With `passes_to` it takes that function's keyword arguments, too.
+    """
+    of = [function] if passes_to is None else [function, passes_to]
+    parameters = [p for f in of for p in inspect.signature(f).parameters.values()]
+    known = dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("self", "cls"))
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs:
             if name not in known:
-                what = f"{function.__qualname__}: {name} is no argument"
-                raise TypeError(f"{what}; {did_you_mean(name, [n for n in known if n not in ('self', 'cls')])}")
+                raise TypeError(f"{function.__qualname__}: {name} is no argument; {did_you_mean(name, known)}")
         return function(*args, **kwargs)
 
     return checked

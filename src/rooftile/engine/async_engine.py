@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import inspect
 import itertools
@@ -29,7 +30,7 @@ from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import ContinuousScheduler, Request
 from rooftile.engine.streams import Channel, Deliver, Stream, Waiter, wake
-from rooftile.errors import QueueFull, RequestError, did_you_mean
+from rooftile.errors import QueueFull, RequestError, checks_keywords, did_you_mean
 
 
 def check_step_tokens(step_tokens: int, max_batch: int) -> None:
@@ -426,6 +427,7 @@ class AsyncEngine:
         _WORKERS.add(self._worker)
 
     @classmethod
+    @functools.partial(checks_keywords, passes_to=Engine.from_pretrained)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -443,6 +445,7 @@ class AsyncEngine:
         )  # fmt: skip
 
     @classmethod
+    @functools.partial(checks_keywords, passes_to=Engine.from_config)
     def from_config(
         cls,
         config: Any,
