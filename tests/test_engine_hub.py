@@ -43,6 +43,11 @@ def test_a_model_that_cannot_be_had(cache):
     for path in ("a/b/c", "absent"):
         with pytest.raises(FileNotFoundError, match=rf"^{path} does not exist; expected a checkpoint's .*'demo'"):
             rooftile.Engine.from_pretrained(path)
+    for path, named in ((torch.nn.Linear(2, 2), "Linear"), (None, "NoneType"), (b"demo", "bytes")):
+        with pytest.raises(
+            TypeError, match=rf"^path is a {named}, expected a checkpoint's .*'demo', .*; for a .* rooftile\.patch$"
+        ):
+            rooftile.Engine.from_pretrained(path)
 
 
 def test_the_model_in_the_package(device):

@@ -136,7 +136,7 @@ class Engine:
                 message names it. Nothing has been loaded then. Or there are not `tensor_parallel` processes, or it does
                 not divide a size of the model, or it is not 1 beside `deterministic` or a `Draft`. Or both
                 `deterministic` and `cascade` are asked for.
-            TypeError: a dtype is not one of those.
+            TypeError: a dtype is not one of those, or path is a loaded model, for which there is `rooftile.patch`.
             RuntimeError: another process of several has failed.
         """
         ranks, device = ranks_.join(tensor_parallel, device)

@@ -13,6 +13,10 @@ DEMO = "demo"  # instead of a path: the byte model in the package
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ("*.json", "*.jinja", "*.safetensors")
 _NOT = ("*/*", "consolidated*")  # other copies of the weights
+_ACCEPTED = (
+    "a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
+    f"or {DEMO!r}, the model shipped with Rooftile"
+)
 
 
 def is_id(path: str | os.PathLike[str]) -> bool:
@@ -35,7 +39,12 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
             it.
         ImportError: huggingface_hub is not installed.
         ValueError: path is a file, or a revision is given for a folder.
+        TypeError: path is neither text nor a path.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"path is a {type(path).__name__}, expected {_ACCEPTED}; for a loaded model there is rooftile.patch"
+        )
     if not is_id(path):
         if revision is not None:
             raise ValueError(
@@ -45,10 +54,7 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
         if found.is_dir():
             return found
         what, error = ("is a file", ValueError) if found.exists() else ("does not exist", FileNotFoundError)
-        raise error(
-            f"{path} {what}; expected a checkpoint's folder, the id of a model on the Hugging Face Hub (owner/name), "
-            f"or {DEMO!r}, the model shipped with Rooftile"
-        )
+        raise error(f"{path} {what}; expected {_ACCEPTED}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as e:
