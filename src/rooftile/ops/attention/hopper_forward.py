@@ -85,6 +85,8 @@ from rooftile.primitives.gluon import (
     view_as,
 )
 from rooftile.primitives.paging import page_step
+from rooftile.primitives.scores import LN2, LOG2E
+from rooftile.primitives.warpgroup_softmax import INITIAL_MAX, mask_scores, softmax_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -102,9 +104,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # two CTAs fit on an SM. `warp_specialize` then moves most of the producer's registers to the consumers.
 _REGISTERS = {1: 128, 2: 168, 3: 128}
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
-_LOWEST = gl.constexpr(-1e30)  # the first maximum of a row
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LN2 = gl.constexpr(0.6931471805599453)
 _NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds", "stride_pages", "n_pages"]
 
 
@@ -119,48 +118,30 @@ def _capped(s, cap_factor, T: gl.constexpr):
 
 
 @gluon.jit
-def _hidden(s, row, block, size, limits, T: gl.constexpr):
-    """Mask the scores of the queries from `row` on: -inf where a query doesn't see the key."""
+def _mask(s, row, block, size, limits, T: gl.constexpr):
+    """Mask the scores of the queries from `row` on with a block of keys."""
     n_q, n_k = size[2], size[3]
     left, right = limits
-    cols = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
-    p = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
+    keys = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
+    position = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
     end = gl.full([T.rows], n_k, gl.int32, gl.SliceLayout(1, T.scores))
     if T.has_right:
-        end = gl.minimum(p + right + 1, n_k)
-    seen = cols[None, :] < end[:, None]
-    if T.has_left:
-        seen = seen & (cols[None, :] >= (p - left)[:, None])
-    return gl.where(seen, s, float("-inf"))
+        end = gl.minimum(position + right + 1, n_k)
+    begin = position - left if T.has_left else None
+    return mask_scores(s, keys, begin, end)
 
 
 @gluon.jit
-def _weigh(s, peak, scale, T: gl.constexpr):
-    """A block's p, each thread's sums of p, the new maxima, and the factor that rescales what came before.
-
-    In wgmma's layout a row lies in four threads, each with two adjacent columns of every eight: (keys / 8, 4, 2). The
-    sum leaves out the axis of threads, which would take shuffles; the maximum needs it in every block.
-    """
-    by_thread = s.reshape([T.rows, T.keys // 8, 4, 2])
-    top = gl.max(gl.max(gl.max(by_thread, 1), 2), 1)
-    higher = gl.maximum(peak, gl.convert_layout(top, peak.type.layout, assert_trivial=True))
-    factor = gl.exp2((peak - higher) * scale)
-    weights = gl.exp2(s * scale - (higher * scale)[:, None])
-    sums = gl.sum(gl.sum(weights.reshape([T.rows, T.keys // 8, 4, 2]), 1), 2)
-    return weights, sums, higher, factor
-
-
-@gluon.jit
-def _as_operand(weights, dtype, T: gl.constexpr):
+def _as_operand(p, dtype, T: gl.constexpr):
     """p as the first operand of p v, in registers."""
-    return gl.convert_layout(weights.to(dtype), T.weights)
+    return gl.convert_layout(p.to(dtype), T.operand)
 
 
 @gluon.jit
 def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
     """Start the load of a block of keys or values into a slot of the ring, (tiles, ready, free), once it is free."""
     tiles, ready, free = ring
-    if T.page:  # before the wait, which hides the latency of reading the table
+    if T.page:  # before the wait, which masked the latency of reading the table
         page = _page_of(table, seq, block * T.keys, T)
     mbarrier.wait(free.index(slot), parity ^ 1)
     if T.page:
@@ -289,13 +270,13 @@ def _pass_turn(turns, mine: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine: gl.constexpr, T: gl.constexpr):
+def _step(state, q, ring, turns, at, row, block, masked, size, scoring, mine: gl.constexpr, T: gl.constexpr):
     """One step of the mainloop: s and p of a block, while the tensor cores compute p v of the previous block.
 
     The keys have landed: the end of the previous step waited for them, behind the softmax, so that the next GEMM is
     issued without a wait. wgmma complete in the order of issue, so waiting until one is in flight waits for s alone.
     """
-    o, w, total, peak = state
+    o, p, row_max, row_sum = state
     slot, parity, turn = at
     scale, cap_factor, limits = scoring
     turn = _await_turn(turns, turn, mine, T)
@@ -303,24 +284,23 @@ def _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine: gl.
     s = _start_scores(q, ring, slot, T)
     slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
-    o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
+    o = warpgroup_mma(p, ring[0].index(slot), o, is_async=True)
     _pass_turn(turns, mine, T)
     s = warpgroup_mma_wait(1, (s,))
     mbarrier.arrive(ring[2].index(before), count=1)
     s = _capped(s, cap_factor, T)
     if T.limited:  # noqa: SIM102  # the one is known when it is compiled
-        if hides:
-            s = _hidden(s, row, block, size, limits, T)
-    weights, sums, peak, factor = _weigh(s, peak, scale, T)
-    total = total * gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None] + sums
+        if masked:
+            s = _mask(s, row, block, size, limits, T)
+    new_p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale)
     before = slot
     slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
     o = warpgroup_mma_wait(0, (o,))
     mbarrier.arrive(ring[2].index(before), count=1)
-    o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
-    w = _as_operand(weights, w.dtype, T)
-    return (o, w, total, peak), (slot, parity, turn)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc))[:, None]
+    p = _as_operand(new_p, p.dtype, T)
+    return (o, p, row_max, row_sum), (slot, parity, turn)
 
 
 @gluon.jit
@@ -332,42 +312,42 @@ def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.c
     """
     n_q, n_k = size[2], size[3]
     left, right = scoring[2]
-    p = row + n_k - n_q  # of this consumer's first query
-    unhidden = end - 1
+    position = row + n_k - n_q  # of this consumer's first query
+    mask_from = end - 1
     if T.has_right:
-        unhidden = gl.minimum(p + right + 1, n_k) // T.keys
-    first = begin
+        mask_from = gl.minimum(position + right + 1, n_k) // T.keys
+    mask_below = begin
     if T.has_left:
-        first = gl.cdiv(p + (T.rows - 1) - left, gl.constexpr(T.keys))
+        mask_below = gl.cdiv(position + (T.rows - 1) - left, gl.constexpr(T.keys))
     for j in range(begin, end - 1):
         block = begin + end - 2 - j
-        hides = (block >= unhidden) | (block < first)
-        state, at = _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine, T)
+        masked = (block >= mask_from) | (block < mask_below)
+        state, at = _step(state, q, ring, turns, at, row, block, masked, size, scoring, mine, T)
     return state, at
 
 
 @gluon.jit
-def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
+def _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
     """The epilogue: normalize o, store it by TMA through the buffer `out`, and store the rows' log-sum-exp."""
     heads, n_q = size[1], size[2]
-    total = gl.convert_layout(gl.sum(total, 1), peak.type.layout, assert_trivial=True)
-    peak = peak * scale
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
+    row_max = row_max * scale
     if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + head).to(gl.float32) * _LOG2E
-        higher = gl.maximum(peak, sink)
-        factor = gl.exp2(peak - higher)
-        total = total * factor + gl.exp2(sink - higher)
-        o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
-        peak = higher
-    rows = row + gl.arange(0, T.rows, layout=peak.type.layout)
+        sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        new_max = gl.maximum(row_max, sink)
+        alpha = gl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha + gl.exp2(sink - new_max)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc))[:, None]
+        row_max = new_max
+    rows = row + gl.arange(0, T.rows, layout=row_max.type.layout)
     if T.packed:
         at = lse_ptr + head.to(gl.int64) * n_q
         end_q, n_q, _end_k, _n_k = seq
         at += end_q - n_q
     else:
         at = lse_ptr + (seq * heads + head).to(gl.int64) * n_q
-    gl.store(at + rows, (peak + gl.log2(total)) * _LN2, mask=rows < n_q)
-    o = o * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, T.acc))[:, None]
+    gl.store(at + rows, (row_max + gl.log2(row_sum)) * LN2, mask=rows < n_q)
+    o = o * gl.convert_layout(gl.where(row_sum > 0, 1.0 / row_sum, 0.0), gl.SliceLayout(1, T.acc))[:, None]
     tma.store_wait(0)  # the previous tile's store has read the buffer
     out.store(o.to(out_desc.dtype))
     fence_async_shared()  # makes it visible to TMA
@@ -384,7 +364,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
         scoring = (scale, cap_factor, limits)
     q_tiles, q_ready, q_free = q_ring
     out = out_ring.index(mine)
-    lowest = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
+    initial_max = gl.full([T.rows], INITIAL_MAX, gl.float32, gl.SliceLayout(1, T.scores))
     zeros = gl.full([T.rows, T.dim], 0, gl.float32, T.acc)
     slot = 0
     parity = 0
@@ -403,9 +383,9 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     mbarrier.wait(ring[1].index(slot), parity)
     s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, slot, T),))
     mbarrier.arrive(ring[2].index(slot), count=1)
-    s = _hidden(_capped(s, cap_factor, T), row, end - 1, size_of(seq, size, T), limits, T)
-    weights, total, peak, _factor = _weigh(s, lowest, scale, T)
-    w = _as_operand(weights, out_desc.dtype, T)
+    s = _mask(_capped(s, cap_factor, T), row, end - 1, size_of(seq, size, T), limits, T)
+    p, _alpha, row_max, row_sum = softmax_step(s, initial_max, None, scale)
+    p = _as_operand(p, out_desc.dtype, T)
     slot, parity = next_slot(slot, parity, T.stages)
     if T.paired and mine:
         slot, parity = _skip(ring, slot, parity, before_values, T)
@@ -419,11 +399,11 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             new_seq, new_head, new_row, new_begin, new_end = place(following, size, limits, order, T)
             new_row = first_row(new_row, mine, size, T)
         q = q_tiles.index(buffer * T.consumers + mine)
-        state = (zeros, w, total, peak)
+        state = (zeros, p, row_max, row_sum)
         own_size = size_of(seq, size, T)
         state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, own_size, scoring, mine, T)
         slot, parity, turn = at
-        o, w, total, peak = state
+        o, p, row_max, row_sum = state
         if T.packed:  # its place is read again: the mainloop has no registers for what only the epilogue needs
             seq, head, row, begin, end = place(i, size, limits, order, T)
             row = first_row(row, mine, size, T)
@@ -445,35 +425,35 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             s = _start_scores(q, ring, slot, T)
             slot, parity = next_slot(slot, parity, T.stages)
             mbarrier.wait(ring[1].index(slot), parity)
-            o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
+            o = warpgroup_mma(p, ring[0].index(slot), o, is_async=True)
             _pass_turn(turns, mine, T)
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(ring[2].index(before), count=1)
-            s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
-            weights, new_total, new_peak, _factor = _weigh(s, lowest, scale, T)
+            s = _mask(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
+            new_p, _alpha, new_max, new_sum = softmax_step(s, initial_max, None, scale)
             before = slot
             slot, parity = next_slot(slot, parity, T.stages)
             if not last:
                 mbarrier.wait(ring[1].index(slot), parity)
             o = warpgroup_mma_wait(0, (o,))
             mbarrier.arrive(ring[2].index(before), count=1)
-            w = _as_operand(weights, out_desc.dtype, T)
-            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
-            total = new_total
-            peak = new_peak
+            p = _as_operand(new_p, out_desc.dtype, T)
+            _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
+            row_max = new_max
+            row_sum = new_sum
         else:
-            o = warpgroup_mma_wait(0, (warpgroup_mma(w, ring[0].index(slot), o, is_async=True),))
+            o = warpgroup_mma_wait(0, (warpgroup_mma(p, ring[0].index(slot), o, is_async=True),))
             mbarrier.arrive(ring[2].index(slot), count=1)
             slot, parity = next_slot(slot, parity, T.stages)
-            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
+            _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
             if not last:
                 mbarrier.wait(q_ready.index(buffer), q_parity)
                 mbarrier.wait(ring[1].index(slot), parity)
                 s = warpgroup_mma_wait(0, (_start_scores(q, ring, slot, T),))
                 mbarrier.arrive(ring[2].index(slot), count=1)
-                s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
-                weights, total, peak, _factor = _weigh(s, lowest, scale, T)
-                w = _as_operand(weights, out_desc.dtype, T)
+                s = _mask(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
+                p, _alpha, row_max, row_sum = softmax_step(s, initial_max, None, scale)
+                p = _as_operand(p, out_desc.dtype, T)
                 slot, parity = next_slot(slot, parity, T.stages)
                 mbarrier.wait(ring[1].index(slot), parity)
         seq, head, row, begin, end = new_seq, new_head, new_row, new_begin, new_end
@@ -640,7 +620,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = N
     pages, kv_heads, n_k = x.k.shape[:3]
     t = tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed, has_pairs(x.problem, target))
     factor, cap, left, right = x.scoring.numbers
-    scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
+    scale, cap_factor = (cap, 2 * LOG2E.value * factor) if t.capped else (factor, 0.0)
     t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
     stride = 0
     if table is not None:

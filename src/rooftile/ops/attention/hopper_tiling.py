@@ -120,8 +120,8 @@ class Tiling:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
 
     @property
-    def weights(self) -> gl.DotOperandLayout:
-        """A block of softmax weights as the tensor cores read it out of registers."""
+    def operand(self) -> gl.DotOperandLayout:
+        """p of a block as the first operand of p v, in registers."""
         return gl.DotOperandLayout(0, self.acc, 2)
 
     @property
