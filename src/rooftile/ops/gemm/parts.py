@@ -61,7 +61,10 @@ def near_one(x):
 
 @triton.jit
 def operand(t):
-    """A tile as the tensor cores take it. Bytes of fp8 become float16, exactly: 2^-8 of what they stand for."""
+    """A tile as the tensor cores take it. Bytes of fp8 become float16, exactly: 2^-8 of what they stand for.
+
+    `primitives.dequantize.e4m3_of_bits` multiplies each element by the rest; here `UNDO` multiplies the sum.
+    """
     if t.dtype == tl.uint8:
         wide = t.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
