@@ -192,7 +192,7 @@ def test_few_short_tiles_have_a_program_each(choice):
     pairs = has_pairs(p, TARGET)
     t = hopper_forward.tiling(c, p.scoring.flags, head_dim, TARGET.shared_memory, False, pairs)
     assert (t.consumers, t.paired, t.single) == (consumers, paired, paired or consumers == 1)
-    assert not (t.single and (t.turns or t.joined))
+    assert not (t.single and (t.pingpong or t.overlap_tiles))
     if consumers == 1:  # 228 KiB an SM, of which each CTA has one more
         assert 2 * (t.shared_memory + 1024) <= 228 * 1024
 

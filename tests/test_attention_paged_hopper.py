@@ -61,7 +61,7 @@ def copies(monkeypatch, desc, table, sequence, head, block, slot, t):
     given = (0, 0, max(table) + 1, places)  # the table's begin, its stride, the pages, the ring
     monkeypatch.setattr(hopper_forward, "_page_of", PAGE_OF)
     page = PAGE_OF(given, sequence, block * t.keys, t)
-    hopper_forward._copy_pages.fn(desc, given, page, sequence, head, block, places, slot, t)
+    hopper_forward._load_pages.fn(desc, given, page, sequence, head, block, places, slot, t)
     (nbytes,) = expected
     return nbytes, [([int(value(x)) for x in at], piece) for at, piece in started]
 

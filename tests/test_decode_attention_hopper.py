@@ -36,6 +36,7 @@ import triton.language as tl  # isort: skip
 
 hopper = pytest.importorskip("rooftile.ops.decode_attention.hopper_latent")
 gluon = pytest.importorskip("rooftile.primitives.gluon")
+softmax = pytest.importorskip("rooftile.primitives.warpgroup_softmax")
 
 BF16 = torch.bfloat16
 TARGET = runtime.TARGETS["sm_90"]
@@ -354,7 +355,7 @@ def language(sm):
 def run_program(monkeypatch):
     """Runs a program of the kernel on an `Sm`, with the work given."""
     constexpr = hopper.gl.constexpr
-    for module in (hopper, gluon):
+    for module in (hopper, gluon, softmax):
         for name, x in list(vars(module).items()):
             if isinstance(x, constexpr):
                 monkeypatch.setattr(module, name, (_Float if isinstance(x.value, float) else _Int)(x.value))
@@ -363,7 +364,7 @@ def run_program(monkeypatch):
     monkeypatch.setattr(Tile, "to", lambda self, dtype: self if dtype == "barrier" else torch.Tensor.to(self, dtype))
 
     def run(sm, work, *args):
-        for module in (hopper, gluon):
+        for module in (hopper, gluon, softmax):
             monkeypatch.setattr(module, "gl", language(sm))
         for name, fake in {
             "mbarrier": types.SimpleNamespace(

@@ -334,7 +334,7 @@ class Machine:
         )  # fmt: skip
         self.changed = changed
         replaced = {
-            "gl": gl, "STEP": 64, "_CHUNK": 64, "fence_async_shared": lambda: None, "async_load": async_load,
+            "gl": gl, "tl": gl, "STEP": 64, "_CHUNK": 64, "fence_async_shared": lambda: None, "async_load": async_load,
             "load_tile": async_load, "async_store": async_store, "warpgroup_mma": started,
             "warpgroup_mma_wait": lambda pending, sums: sums[0].wait(pending),
             "tma": types.SimpleNamespace(store_wait=store_wait),
@@ -349,13 +349,13 @@ class Machine:
         }  # fmt: skip
         constants = {k: getattr(v, "value", v) for k, v in vars(kernel).items() if k.isupper()}
         names = (
-            "corner", "count_tiles", "advance", "next_slot", "steps_of", "_stored_at", "_produce", "_load_scales",
-            "_twice", "_dequantize_int4", "_dequantize", "_load_rows", "_parts", "_multiply", "_write_chunk",
-            "_consume",
+            "grouped_tile", "corner", "count_tiles", "advance", "next_slot", "steps_of", "_stored_at", "_produce",
+            "_load_scales", "_twice", "_dequantize_int4", "_dequantize", "_load_rows", "_parts", "_multiply",
+            "_write_chunk", "_consume",
         )  # fmt: skip
         space = {**constants, **replaced}
         for name in names:
-            function = getattr(kernel, name, None) or getattr(primitives, name)
+            function = next(getattr(module, name) for module in (kernel, hopper, primitives) if hasattr(module, name))
             space[name] = types.FunctionType(function.fn.__code__, space, name)
         self.space = space
 

@@ -153,8 +153,8 @@ def _likely(p: Problem, target: Target) -> Iterator[list[GemmConfig]]:
     if p.m <= 64:
         yield every("skinny", _SKINNY, max(16, 1 << (p.m - 1).bit_length()))
     if target.arch == "sm_90" and (p.m > 16 or (p.x_layout, p.w_layout) != ("k", "k")):
-        turns = [c for row in _PINGPONG for c in some("hopper", *row, pingpong=True) if p.m > 64]
-        yield [*every("hopper", [h for h in (*_HOPPER, *_BETWEEN) if h[0] < 2 * max(p.m, 64)]), *turns]
+        pingpong = [c for row in _PINGPONG for c in some("hopper", *row, pingpong=True) if p.m > 64]
+        yield [*every("hopper", [h for h in (*_HOPPER, *_BETWEEN) if h[0] < 2 * max(p.m, 64)]), *pingpong]
     yield every("tiled", [t for t in _TILED if t[0] < 2 * max(p.m, 16)])
 
 

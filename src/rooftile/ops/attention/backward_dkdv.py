@@ -19,7 +19,7 @@ from rooftile.ops.attention.backward_parts import (
     uncapped_gradient,
     zeros,
 )
-from rooftile.ops.attention.parts import place, sequence_range
+from rooftile.ops.attention.parts import rasterize, sequence_range
 from rooftile.primitives.scores import LOG2E
 
 import triton  # isort: skip
@@ -140,7 +140,7 @@ def dkdv_kernel(
 ):
     """dk and dv of one block of keys. n_q and n_k are those of the tensors: of all packed sequences together."""
     scoring = (factor, cap, left, right)
-    lane, block = place(tl.program_id(0), together, n_lanes, n_blocks)
+    lane, block = rasterize(tl.program_id(0), together, n_lanes, n_blocks)
     kv_head = (lane % kv_heads).to(tl.int64)
     batch = (lane // kv_heads).to(tl.int64)
     total_q = n_q  # a head's rows of lse and delta

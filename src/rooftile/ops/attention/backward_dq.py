@@ -17,7 +17,7 @@ from rooftile.ops.attention.backward_parts import (
     uncapped_gradient,
     zeros,
 )
-from rooftile.ops.attention.parts import end_key, first_key, place, sequence_range
+from rooftile.ops.attention.parts import end_key, first_key, rasterize, sequence_range
 from rooftile.primitives.scores import LOG2E
 
 import triton  # isort: skip
@@ -108,7 +108,7 @@ def dq_kernel(
 ):
     """dq of one block of queries."""
     scoring = (factor, cap, left, right)
-    lane, block = place(tl.program_id(0), together, n_lanes, n_blocks)
+    lane, block = rasterize(tl.program_id(0), together, n_lanes, n_blocks)
     if T.has_right:  # the last queries see the most keys
         block = n_blocks - 1 - block
     head = (lane % heads).to(tl.int64)

@@ -25,7 +25,7 @@ from rooftile.ops.attention.parts import (
     has_unit_rows,
     is_seen,
     load_rows,
-    place,
+    rasterize,
     sequence_range,
     store_rows,
 )
@@ -289,7 +289,7 @@ def forward_kernel(
 ):  # fmt: skip
     # `together` pairs of a sequence and a head, whose keys and values fit in the L2, run before the next ones. The last
     # block of each, which sees the most keys under causality, comes first, so that a launch ends with short blocks.
-    pair, block = place(tl.program_id(0), together, pairs, n_blocks)
+    pair, block = rasterize(tl.program_id(0), together, pairs, n_blocks)
     start_m = (n_blocks - 1 - block) * BLOCK_M
     head = (pair % heads).to(tl.int64)
     batch = (pair // heads).to(tl.int64)

@@ -11,13 +11,13 @@ with the rows' lse and delta, one of dout.
 
 The kernel is persistent, with dynamic scheduling: a CTA takes its first tile by its number, and each later one from a
 counter in memory, so that no SM waits at the end for another whose tiles were longer. The producer takes the next tile,
-and loads its first queries, while the consumers still compute. It describes each tile to them in a record in shared
-memory; there are two, written in turn.
+and loads its first queries, while the consumers still compute. It describes each tile to them in shared memory, in
+one of two buffers, which it writes alternately.
 
 Registers limit the tile: at a head_dim of 128, dk and dv alone take 128 of the 240 that a consumer's thread has. How
 far steps can overlap depends on the rest (`early` and `deferred` of `KeysTiling`).
 
-    tile_ready, tile_free[i]  the producer has written the record of a tile; each consumer no longer reads it
+    tile_ready, tile_free[i]  the producer has described a tile; each consumer no longer reads the description
     q_ready, o_ready[slot]    completed by the bytes that land; the consumers wait for it
     q_free[slot]              of both rings: completed by one arrival of each consumer; the producer waits for it
     k_ready, v_ready          the keys, the values of the tile have landed
@@ -68,7 +68,7 @@ from rooftile.ops.attention.hopper_backward_parts import (
     stat_blocks,
     write,
 )
-from rooftile.ops.attention.parts import place
+from rooftile.ops.attention.parts import rasterize
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.ops.attention.slots import block_slots
 from rooftile.primitives.gluon import add_tile, describe, load_tile, next_slot, view_as
@@ -140,7 +140,7 @@ def _queries(block, size, scoring, T: gl.constexpr):
 
 
 @gluon.jit
-def _write_record(records, turn, of_tiles, values):
+def _write_tile_info(tile_infos, turn, of_tiles, values):
     """Tell the consumers about a tile, or without values that there is no further one.
 
     The values are the first key; low and high of `_queries`; the first block of the rows' lse and delta; the KV head;
@@ -148,22 +148,22 @@ def _write_record(records, turn, of_tiles, values):
     """
     tile_ready, tile_free = of_tiles
     field = gl.arange(0, 8, layout=gl.BlockedLayout([8], [32], [1], [0]))
-    record = gl.full([8], -1, gl.int32, field.type.layout)
+    info = gl.full([8], -1, gl.int32, field.type.layout)
     for i in gl.static_range(len(values)):
-        record = gl.where(field == i, values[i], record)
+        info = gl.where(field == i, values[i], info)
     mbarrier.wait(tile_free.index(turn % 2), (turn // 2 & 1) ^ 1)
-    records.index(turn % 2).store(record)
+    tile_infos.index(turn % 2).store(info)
     mbarrier.arrive(tile_ready.index(turn % 2), count=1)
 
 
 @gluon.jit
-def _read_record(records, turn):
-    """What `_write_record` wrote; the first is below 0 if there is no tile."""
-    record = records.index(turn % 2).load(gl.BlockedLayout([8], [32], [4], [0]))
-    field = gl.arange(0, 8, layout=record.type.layout)
+def _read_tile_info(tile_infos, turn):
+    """What `_write_tile_info` wrote; the first is below 0 if there is no tile."""
+    info = tile_infos.index(turn % 2).load(gl.BlockedLayout([8], [32], [4], [0]))
+    field = gl.arange(0, 8, layout=info.type.layout)
     values = ()
     for i in gl.static_range(8):
-        values += (gl.sum(gl.where(field == i, record, 0), 0),)  # type: ignore[assignment]
+        values += (gl.sum(gl.where(field == i, info, 0), 0),)  # type: ignore[assignment]
     return values
 
 
@@ -186,7 +186,7 @@ def _load_keys(k_desc, v_desc, entry, head, block, turn, memory, bars, T: gl.con
 def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: gl.constexpr):
     """Take tiles, and keep the rings full."""
     q_desc, k_desc, v_desc, o_desc, stats_desc = descs
-    _k_tiles, _v_tiles, q_ring, o_ring, stats, _ds_ring, _out, records = memory
+    _k_tiles, _v_tiles, q_ring, o_ring, stats, _ds_ring, _out, tile_infos = memory
     of_tiles, of_keys, q_ready, q_free, o_ready, _ds_ready, _ds_free = bars
     lanes, together, sequences = order
     _n_q, n_k, heads, group = size
@@ -200,7 +200,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
     tile = gl.program_id(0)
     while tile < lanes * blocks:
         # The first block of keys, which with causality most queries see, comes first.
-        lane, block = place(tile, together, lanes, blocks)
+        lane, block = rasterize(tile, together, lanes, blocks)
         if T.packed:
             head = lane
             block, entry, its_size = find_work(block, starts_ptr, size, sequences, 1, T)
@@ -214,7 +214,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
             low, high = _queries(block, its_size, scoring, T)
             first, _blocks = stat_blocks(entry, head * group, size, gl.int32, T)
             numbers = (block * T.keys, low, high, first, head, end, its_size[0], its_size[1])
-            _write_record(records, turn, of_tiles, numbers)
+            _write_tile_info(tile_infos, turn, of_tiles, numbers)
             for g in range(group):
                 q_head = head * group + g
                 first, _blocks = stat_blocks(entry, q_head, size, gl.int32, T)
@@ -238,7 +238,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
                 _load_keys(k_desc, v_desc, entry, head, block, turn, memory, of_keys, T)
             turn += 1
         tile = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    _write_record(records, turn, of_tiles, ())
+    _write_tile_info(tile_infos, turn, of_tiles, ())
 
 
 @gluon.jit
@@ -283,7 +283,7 @@ def _scores_gradient(s, dp, dv, o, stats, slot, p_first, key, n_k, scoring, T: g
 def _multiply_dq(k_parts, ds_parts, buffer, zero, mine: gl.constexpr, T: gl.constexpr):
     """Issue this consumer's 64 x 64 tile of dq = ds k: two wgmma, one over each consumer's keys.
 
-    `zero` is `_hidden_zero`'s.
+    `zero` is `_opaque_zero`'s.
     """
     C: gl.constexpr = mine // (T.dim // 64)  # which rows of the step
     E: gl.constexpr = mine % (T.dim // 64)  # which columns
@@ -320,7 +320,7 @@ def _advance(m, tile, low, high, row_blocks):
 
 
 @gluon.jit
-def _hidden_zero():
+def _opaque_zero():
     """A 0 that the compiler can't see through. An address that depends on it is computed in each step, rather than
     hoisted out of the loop and kept in registers."""
     zero = gl.to_tensor(0)
@@ -337,7 +337,7 @@ def _slot_before(slot, parity, STAGES: gl.constexpr):
 @gluon.jit
 def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, mine: gl.constexpr, T: gl.constexpr):
     """Compute dk and dv of 64 keys of each tile, and a tile of dq at every step."""
-    k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring, out, records = memory
+    k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring, out, tile_infos = memory
     of_tiles, of_keys, q_ready, q_free, o_ready, ds_ready, ds_free = bars
     tile_ready, tile_free = of_tiles
     k_ready, k_free, v_ready, v_free = of_keys
@@ -356,7 +356,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
     parity = 0
     turn = 0
     mbarrier.wait(tile_ready.index(0), 0)
-    key, low, high, tile, _head, _end, its_queries, its_keys = _read_record(records, 0)
+    key, low, high, tile, _head, _end, its_queries, its_keys = _read_tile_info(tile_infos, 0)
     while key >= 0:
         key += mine * 64
         if T.packed:
@@ -376,7 +376,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
             for i in range(steps):
                 q = q_ring.index(slot)
                 o = o_ring.index(slot)
-                zero = _hidden_zero()
+                zero = _opaque_zero()
                 k = k_tiles.index(mine + zero)
                 v = v_tiles.index(mine + zero)
                 dp = _start_dp(v, o, slot, parity, o_ready, T)
@@ -411,7 +411,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
             if steps > 0:
                 before, parity_before = _slot_before(slot, parity, T.stages)
                 mbarrier.wait(ds_ready.index(before), parity_before)
-                dq = warpgroup_mma_wait(0, (_multiply_dq(k_parts, ds_parts, before, _hidden_zero(), mine, T),))
+                dq = warpgroup_mma_wait(0, (_multiply_dq(k_parts, ds_parts, before, _opaque_zero(), mine, T),))
                 mbarrier.arrive(ds_free.index(before), count=1)
                 _add_dq(sums, dq_tile, tile_before * 2 + mine, dq)
         else:
@@ -449,19 +449,19 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
         mbarrier.arrive(k_free, count=1)
 
         # Read again: only what the steps need is kept in registers during them.
-        key, _low, _high, _tile, head, end, _its_queries, its_keys = _read_record(records, turn)
+        key, _low, _high, _tile, head, end, _its_queries, its_keys = _read_tile_info(tile_infos, turn)
         entry = end
         if T.packed:
             entry = (end, its_keys), (end, its_keys)  # `rows_at` reads the second, that of the keys
         at = rows_at(entry, 1, head, key + mine * 64, T)
         # Nor are the addresses of these stores.
-        rows = view_as(out.index(mine + _hidden_zero()), gl.constexpr([64, T.dim]), k_tiles)
+        rows = view_as(out.index(mine + _opaque_zero()), gl.constexpr([64, T.dim]), k_tiles)
         write(dv, rows, dv_desc, at)
         write(dk * scale, rows, dk_desc, at)
         mbarrier.arrive(tile_free.index(turn % 2), count=1)
         turn += 1
         mbarrier.wait(tile_ready.index(turn % 2), turn // 2 & 1)
-        key, low, high, tile, _head, _end, its_queries, its_keys = _read_record(records, turn)
+        key, low, high, tile, _head, _end, its_queries, its_keys = _read_tile_info(tile_infos, turn)
     tma.store_wait(0)
 
 
@@ -508,7 +508,7 @@ def keys_gradients(
         ds_ring = gl.allocate_shared_memory(DTYPE, [T.stages * 2, 64, T.rows], T.shared)
     out = gl.allocate_shared_memory(DTYPE, [2, 64, 128], T.shared)  # a consumer's tile of dq, dv or dk
     stats = gl.allocate_shared_memory(gl.float32, [T.stages * 2, T.rows], stats_desc.layout)
-    records = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_infos = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -546,7 +546,7 @@ def keys_gradients(
     scoring = (factor, cap, left, right)
     of_keys = (k_ready, k_free, v_ready, v_free)
     bars = ((tile_ready, tile_free), of_keys, q_ready, q_free, o_ready, ds_ready, ds_free)
-    memory = (k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring, out, records)
+    memory = (k_tiles, v_tiles, q_ring, o_ring, stats, ds_ring, out, tile_infos)
     descs = (q_desc, k_desc, v_desc, o_desc, stats_desc)
     gl.warp_specialize(
         [

@@ -40,7 +40,7 @@ from rooftile.ops.attention.hopper_backward_parts import (
     stat_blocks,
     write,
 )
-from rooftile.ops.attention.parts import place
+from rooftile.ops.attention.parts import rasterize
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.ops.attention.slots import block_slots
 from rooftile.primitives.gluon import load_tile, next_slot
@@ -235,7 +235,7 @@ def queries_gradient(
     fence_async_shared()  # makes the initialized barriers visible to TMA
 
     if T.packed:
-        head, slot = place(gl.program_id(0), together, lanes, n_q // T.rows + sequences)
+        head, slot = rasterize(gl.program_id(0), together, lanes, n_q // T.rows + sequences)
         size = (n_q, n_k, heads, heads // kv_heads)
         block, entry, size = find_work(slot, starts_ptr, size, sequences, 0, T)
         if T.has_right:
@@ -243,7 +243,7 @@ def queries_gradient(
         work = (block * T.rows, head, entry)
     else:
         blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
-        lane, block = place(gl.program_id(0), together, lanes, blocks)
+        lane, block = rasterize(gl.program_id(0), together, lanes, blocks)
         if T.has_right:  # the last queries see the most keys
             block = blocks - 1 - block
         work = (block * T.rows, lane % heads, lane // heads)

@@ -6,7 +6,7 @@ keys, overlapped with the GEMMs.
 Work: one CTA stays on each SM and walks over its tiles, each up to 192 queries of one head (short prompts: see below).
 A producer warp loads the tile's queries by TMA, then fills a ring of pipeline stages with blocks of keys and values,
 from the last block that the tile sees to the first. The last block may be ragged or cut by causality, so it is always
-masked; the others only where it is needed. One to three consumer warpgroups compute 64 query rows each:
+masked; the others only where it is needed (`_steps`). One to three consumer warpgroups compute 64 query rows each:
 
     s = q k^T of a block     issued together with o += p v of the previous block, so the tensor cores stay busy
     p = softmax of s         computed as soon as s is complete, while p v is still in flight
@@ -14,9 +14,9 @@ masked; the others only where it is needed. One to three consumer warpgroups com
 Registers of a consumer: s in float32, p in 16 bits as the first operand of p v, its rows of o, their maxima and sums.
 Shared memory: q, the ring, and the output on its way to memory.
 
-With `turns` the consumers are in ping-pong: each issues its GEMMs after the one before it, so that the softmax of one
-overlaps the GEMMs of another. With `joined` the overlap continues across tiles: the first scores of the next tile are
-issued together with the last p v of this one.
+With `pingpong` each consumer issues its GEMMs after the one before it, so that the softmax of one overlaps the GEMMs of
+another. With `overlap_tiles` the overlap continues across tiles: the first scores of the next tile are issued together
+with the last p v of this one.
 
 Limits: the tensor cores do 4 D operations a score and exp2 one, of which an SM can do 16 a clock. That is as much time
 as the GEMMs take at D = 64, and half of it at 128. The tile is limited by registers (`can_implement`).
@@ -26,27 +26,27 @@ Barriers (slots and parities: `primitives.gluon`):
     ready[slot]       completed by the bytes that land; the consumers wait for it
     free[slot]        completed by one arrival of each consumer; the producer waits for it
     q_ready, q_free   the same for the queries
-    turns[i]          completed by one arrival of the consumer before i, once it has issued its GEMMs
+    pingpong[i]       completed by one arrival of the consumer before i, once it has issued its GEMMs
 
 The order of blocks in the ring is k of a tile's first block, then k of each next block followed by v of the one before
-it, and v of the tile's last block at the end. With `joined`, k of the next tile's first block comes before that last v.
+it, and v of the tile's last block at the end. With `overlap_tiles`, k of the next tile's first block comes before that
+last v.
 
-A row's maximum is of scores before `scale`. The row's four threads keep a partial sum each, which are added up once,
-at the end. The maximum starts at a finite number: with -inf, a row whose keys are all masked would compute
--inf - (-inf) = NaN. So the sum of a row that sees no key is 0, and only `_write` treats it apart.
+The sum of a fully masked row is 0 (`primitives.warpgroup_softmax`), and only `_write` treats such a row apart.
 
 The kernel's one constant, T, is a `Tiling` (`hopper_tiling`). num_warps of a configuration counts the consumers' warps,
 4 for each 64 queries of block_m; one more warp is the producer.
 
-For short prompts, prologue and epilogue are much of the time. Their CTAs have one tile each (`Tiling.single`): less is
-computed before the first loads, and no next tile is started at the end. They have one consumer, so that two CTAs fit on
-an SM, or two, of which one sees few keys where the other sees many (`Tiling.paired`).
+For short prompts, prologue and epilogue are much of the time. So each CTA has one tile (`Tiling.single`): less is
+computed before the first loads, and no next tile is started at the end. It has one consumer, so that two CTAs fit on an
+SM, or two, of which one sees few keys where the other sees many (`Tiling.paired`).
 
 With causality or a window, tiles differ in length: `work_order` says which CTA takes which. The lengths of packed
-sequences are on the device, so a kernel before this one lists the tiles (`packed`). TMA treats the end of each sequence
-as the end of a tensor: it loads zeros past the last token, whatever the next sequence has there, even NaN, and stores
-nothing there (`primitives.gluon.describe_packed`). Keys and values in pages are loaded a block at a time too: part of a
-page by one copy, or, where pages are smaller than blocks, every page of the block by copies of its own.
+sequences are known on the device alone, so a kernel before this one lists the tiles (`packed`). TMA treats the end of
+each sequence as the end of a tensor: it loads zeros past the last token, whatever the next sequence has there, even
+NaN, and stores nothing there (`primitives.gluon.describe_packed`). Keys and values in pages are loaded a block at a
+time too: part of a page by one copy, or, where pages are smaller than blocks, each page of the block by copies of its
+own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from torch import Tensor
 from rooftile import library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor, KernelLauncher, bind
 from rooftile.ops.attention import dequantize_pages, packed
-from rooftile.ops.attention.hopper_places import count_tiles, first_row, place, rows_at, size_of
+from rooftile.ops.attention.hopper_scheduler import count_tiles, first_row, rows_at, size_of, tile_at
 from rooftile.ops.attention.hopper_tiling import Tiling, swizzle_bytes, tiling
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, has_pairs, tiles_of
 from rooftile.ops.attention.work_order import (
@@ -85,6 +85,8 @@ from rooftile.primitives.gluon import (
     view_as,
 )
 from rooftile.primitives.paging import page_step
+from rooftile.primitives.scores import LN2, LOG2E
+from rooftile.primitives.warpgroup_softmax import INITIAL_MAX, mask_scores, softmax_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -102,9 +104,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 # two CTAs fit on an SM. `warp_specialize` then moves most of the producer's registers to the consumers.
 _REGISTERS = {1: 128, 2: 168, 3: 128}
 _L2 = 32 << 20  # bytes of keys and values that stay in the L2 while they are in use
-_LOWEST = gl.constexpr(-1e30)  # the first maximum of a row
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LN2 = gl.constexpr(0.6931471805599453)
 _NUMBERS = ["left", "right", "width", "wide", "narrow", "wide_rounds", "narrow_rounds", "stride_pages", "n_pages"]
 
 
@@ -119,41 +118,23 @@ def _capped(s, cap_factor, T: gl.constexpr):
 
 
 @gluon.jit
-def _hidden(s, row, block, size, limits, T: gl.constexpr):
-    """Mask the scores of the queries from `row` on: -inf where a query doesn't see the key."""
+def _mask(s, row, block, size, limits, T: gl.constexpr):
+    """Mask the scores of the queries from `row` on with a block of keys."""
     n_q, n_k = size[2], size[3]
     left, right = limits
-    cols = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
-    p = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
+    keys = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
+    position = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
     end = gl.full([T.rows], n_k, gl.int32, gl.SliceLayout(1, T.scores))
     if T.has_right:
-        end = gl.minimum(p + right + 1, n_k)
-    seen = cols[None, :] < end[:, None]
-    if T.has_left:
-        seen = seen & (cols[None, :] >= (p - left)[:, None])
-    return gl.where(seen, s, float("-inf"))
+        end = gl.minimum(position + right + 1, n_k)
+    begin = position - left if T.has_left else None
+    return mask_scores(s, keys, begin, end)
 
 
 @gluon.jit
-def _weigh(s, peak, scale, T: gl.constexpr):
-    """A block's p, each thread's sums of p, the new maxima, and the factor that rescales what came before.
-
-    In wgmma's layout a row lies in four threads, each with two adjacent columns of every eight: (keys / 8, 4, 2). The
-    sum leaves out the axis of threads, which would take shuffles; the maximum needs it in every block.
-    """
-    by_thread = s.reshape([T.rows, T.keys // 8, 4, 2])
-    top = gl.max(gl.max(gl.max(by_thread, 1), 2), 1)
-    higher = gl.maximum(peak, gl.convert_layout(top, peak.type.layout, assert_trivial=True))
-    factor = gl.exp2((peak - higher) * scale)
-    weights = gl.exp2(s * scale - (higher * scale)[:, None])
-    sums = gl.sum(gl.sum(weights.reshape([T.rows, T.keys // 8, 4, 2]), 1), 2)
-    return weights, sums, higher, factor
-
-
-@gluon.jit
-def _as_operand(weights, dtype, T: gl.constexpr):
+def _as_operand(p, dtype, T: gl.constexpr):
     """p as the first operand of p v, in registers."""
-    return gl.convert_layout(weights.to(dtype), T.weights)
+    return gl.convert_layout(p.to(dtype), T.operand)
 
 
 @gluon.jit
@@ -164,7 +145,7 @@ def _fill(desc, table, seq, head, block, ring, slot, parity, T: gl.constexpr):
         page = _page_of(table, seq, block * T.keys, T)
     mbarrier.wait(free.index(slot), parity ^ 1)
     if T.page:
-        _copy_pages(desc, table, page, seq, head, block, ready, slot, T)
+        _load_pages(desc, table, page, seq, head, block, ready, slot, T)
     else:
         mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
         load_tile(desc, rows_at(seq, 1, head, block * T.keys, T), ready.index(slot), tiles.index(slot))
@@ -181,7 +162,7 @@ def _page_of(table, seq, row, T: gl.constexpr):
 
 
 @gluon.jit
-def _copy_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexpr):
+def _load_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexpr):
     """Start the loads of a block whose first page is `page`. Tokens past the end of the sequence become zeros, whatever
     the page holds.
 
@@ -206,7 +187,7 @@ def _copy_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexp
 @gluon.jit
 def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.constexpr):
     """The producer: load the queries of each tile, and keep the ring full."""
-    q_ring, ring, _out_ring, _turns = memory
+    q_ring, ring, _out_ring, _pingpong = memory
     q_tiles, q_ready, q_free = q_ring
     if not T.single:
         heads_per_kv = size[1] // k_desc.shape[2 if T.packed else 1]
@@ -219,10 +200,10 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     old_block = 0
     count = count_tiles(size, T)
     for i in range(count):
-        seq, head, row, begin, end = place(i, size, limits, order, T)
+        seq, head, row, begin, end = tile_at(i, size, limits, order, T)
         kv_head = divide_by_reciprocal(head, order[3]) if T.single else head // heads_per_kv
         slot, parity = _fill(k_desc, table, seq, kv_head, end - 1, ring, slot, parity, T)
-        if T.joined:  # noqa: SIM102  # the one is known when it is compiled
+        if T.overlap_tiles:  # noqa: SIM102  # the one is known when it is compiled
             if i > 0:
                 slot, parity = _fill(v_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
         mbarrier.wait(q_free.index(buffer), q_parity ^ 1)
@@ -237,13 +218,13 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
             block = begin + end - 1 - j
             slot, parity = _fill(k_desc, table, seq, kv_head, block, ring, slot, parity, T)
             slot, parity = _fill(v_desc, table, seq, kv_head, block + 1, ring, slot, parity, T)
-        if T.joined:
+        if T.overlap_tiles:
             old_seq = seq
             old_head = kv_head
             old_block = begin
         else:
             slot, parity = _fill(v_desc, table, seq, kv_head, begin, ring, slot, parity, T)
-    if T.joined:  # the consumers issue the last p v with the scores of one more block, which they drop
+    if T.overlap_tiles:  # the consumers issue the last p v with the scores of one more block, which they drop
         slot, parity = _fill(k_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
         slot, parity = _fill(v_desc, table, old_seq, old_head, old_block, ring, slot, parity, T)
 
@@ -275,56 +256,56 @@ def _start_scores(q, ring, slot, T: gl.constexpr):
 
 
 @gluon.jit
-def _await_turn(turns, turn, mine: gl.constexpr, T: gl.constexpr):
+def _pingpong_wait(pingpong, turn, mine: gl.constexpr, T: gl.constexpr):
     """Wait until the consumer before this one has issued its GEMMs; the parity of the next turn."""
-    if T.turns:
-        mbarrier.wait(turns.index(mine), turn)
+    if T.pingpong:
+        mbarrier.wait(pingpong.index(mine), turn)
     return turn ^ 1
 
 
 @gluon.jit
-def _pass_turn(turns, mine: gl.constexpr, T: gl.constexpr):
-    if T.turns:
-        mbarrier.arrive(turns.index((mine + 1) % T.consumers), count=1)
+def _pingpong_arrive(pingpong, mine: gl.constexpr, T: gl.constexpr):
+    """Give the turn to the next consumer."""
+    if T.pingpong:
+        mbarrier.arrive(pingpong.index((mine + 1) % T.consumers), count=1)
 
 
 @gluon.jit
-def _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine: gl.constexpr, T: gl.constexpr):
+def _step(state, q, ring, pingpong, at, row, block, masked, size, scoring, mine: gl.constexpr, T: gl.constexpr):
     """One step of the mainloop: s and p of a block, while the tensor cores compute p v of the previous block.
 
     The keys have landed: the end of the previous step waited for them, behind the softmax, so that the next GEMM is
     issued without a wait. wgmma complete in the order of issue, so waiting until one is in flight waits for s alone.
     """
-    o, w, total, peak = state
+    o, p, row_max, row_sum = state
     slot, parity, turn = at
     scale, cap_factor, limits = scoring
-    turn = _await_turn(turns, turn, mine, T)
+    turn = _pingpong_wait(pingpong, turn, mine, T)
     before = slot
     s = _start_scores(q, ring, slot, T)
     slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
-    o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
-    _pass_turn(turns, mine, T)
+    o = warpgroup_mma(p, ring[0].index(slot), o, is_async=True)
+    _pingpong_arrive(pingpong, mine, T)
     s = warpgroup_mma_wait(1, (s,))
     mbarrier.arrive(ring[2].index(before), count=1)
     s = _capped(s, cap_factor, T)
     if T.limited:  # noqa: SIM102  # the one is known when it is compiled
-        if hides:
-            s = _hidden(s, row, block, size, limits, T)
-    weights, sums, peak, factor = _weigh(s, peak, scale, T)
-    total = total * gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None] + sums
+        if masked:
+            s = _mask(s, row, block, size, limits, T)
+    new_p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale)
     before = slot
     slot, parity = next_slot(slot, parity, T.stages)
     mbarrier.wait(ring[1].index(slot), parity)
     o = warpgroup_mma_wait(0, (o,))
     mbarrier.arrive(ring[2].index(before), count=1)
-    o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
-    w = _as_operand(weights, w.dtype, T)
-    return (o, w, total, peak), (slot, parity, turn)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc))[:, None]
+    p = _as_operand(new_p, p.dtype, T)
+    return (o, p, row_max, row_sum), (slot, parity, turn)
 
 
 @gluon.jit
-def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.constexpr, T: gl.constexpr):
+def _steps(state, q, ring, pingpong, at, row, begin, end, size, scoring, mine: gl.constexpr, T: gl.constexpr):
     """The mainloop: all blocks of a tile but its last, which is done already. Only blocks at an edge are masked.
 
     It is one loop with a branch. With two loops, for masked and for whole blocks, ptxas computed the descriptors of q
@@ -332,42 +313,42 @@ def _steps(state, q, ring, turns, at, row, begin, end, size, scoring, mine: gl.c
     """
     n_q, n_k = size[2], size[3]
     left, right = scoring[2]
-    p = row + n_k - n_q  # of this consumer's first query
-    unhidden = end - 1
+    position = row + n_k - n_q  # of this consumer's first query
+    mask_from = end - 1
     if T.has_right:
-        unhidden = gl.minimum(p + right + 1, n_k) // T.keys
-    first = begin
+        mask_from = gl.minimum(position + right + 1, n_k) // T.keys
+    mask_below = begin
     if T.has_left:
-        first = gl.cdiv(p + (T.rows - 1) - left, gl.constexpr(T.keys))
+        mask_below = gl.cdiv(position + (T.rows - 1) - left, gl.constexpr(T.keys))
     for j in range(begin, end - 1):
         block = begin + end - 2 - j
-        hides = (block >= unhidden) | (block < first)
-        state, at = _step(state, q, ring, turns, at, row, block, hides, size, scoring, mine, T)
+        masked = (block >= mask_from) | (block < mask_below)
+        state, at = _step(state, q, ring, pingpong, at, row, block, masked, size, scoring, mine, T)
     return state, at
 
 
 @gluon.jit
-def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
+def _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
     """The epilogue: normalize o, store it by TMA through the buffer `out`, and store the rows' log-sum-exp."""
     heads, n_q = size[1], size[2]
-    total = gl.convert_layout(gl.sum(total, 1), peak.type.layout, assert_trivial=True)
-    peak = peak * scale
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
+    row_max = row_max * scale
     if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + head).to(gl.float32) * _LOG2E
-        higher = gl.maximum(peak, sink)
-        factor = gl.exp2(peak - higher)
-        total = total * factor + gl.exp2(sink - higher)
-        o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc))[:, None]
-        peak = higher
-    rows = row + gl.arange(0, T.rows, layout=peak.type.layout)
+        sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        new_max = gl.maximum(row_max, sink)
+        alpha = gl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha + gl.exp2(sink - new_max)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc))[:, None]
+        row_max = new_max
+    rows = row + gl.arange(0, T.rows, layout=row_max.type.layout)
     if T.packed:
         at = lse_ptr + head.to(gl.int64) * n_q
         end_q, n_q, _end_k, _n_k = seq
         at += end_q - n_q
     else:
         at = lse_ptr + (seq * heads + head).to(gl.int64) * n_q
-    gl.store(at + rows, (peak + gl.log2(total)) * _LN2, mask=rows < n_q)
-    o = o * gl.convert_layout(gl.where(total > 0, 1.0 / total, 0.0), gl.SliceLayout(1, T.acc))[:, None]
+    gl.store(at + rows, (row_max + gl.log2(row_sum)) * LN2, mask=rows < n_q)
+    o = o * gl.convert_layout(gl.where(row_sum > 0, 1.0 / row_sum, 0.0), gl.SliceLayout(1, T.acc))[:, None]
     tma.store_wait(0)  # the previous tile's store has read the buffer
     out.store(o.to(out_desc.dtype))
     fence_async_shared()  # makes it visible to TMA
@@ -377,14 +358,14 @@ def _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, si
 @gluon.jit
 def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: gl.constexpr, T: gl.constexpr):
     """Consumer `mine`: 64 rows of every tile, from mine * rows on; with `paired`, consumer 1 has the partner block."""
-    q_ring, ring, out_ring, turns = memory
+    q_ring, ring, out_ring, pingpong = memory
     scale, cap_factor, limits = scoring
     if T.scale != 0:
         scale = gl.constexpr(T.scale)
         scoring = (scale, cap_factor, limits)
     q_tiles, q_ready, q_free = q_ring
     out = out_ring.index(mine)
-    lowest = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
+    initial_max = gl.full([T.rows], INITIAL_MAX, gl.float32, gl.SliceLayout(1, T.scores))
     zeros = gl.full([T.rows, T.dim], 0, gl.float32, T.acc)
     slot = 0
     parity = 0
@@ -392,7 +373,7 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     q_parity = 0
     turn = 0 if mine else 1  # the parity for which consumer 0's first wait passes
     count = count_tiles(size, T)
-    seq, head, row, begin, end = place(0, size, limits, order, T)
+    seq, head, row, begin, end = tile_at(0, size, limits, order, T)
     row = first_row(row, mine, size, T)
     if T.paired and mine:
         longest = end
@@ -403,9 +384,9 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     mbarrier.wait(ring[1].index(slot), parity)
     s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, slot, T),))
     mbarrier.arrive(ring[2].index(slot), count=1)
-    s = _hidden(_capped(s, cap_factor, T), row, end - 1, size_of(seq, size, T), limits, T)
-    weights, total, peak, _factor = _weigh(s, lowest, scale, T)
-    w = _as_operand(weights, out_desc.dtype, T)
+    s = _mask(_capped(s, cap_factor, T), row, end - 1, size_of(seq, size, T), limits, T)
+    p, _alpha, row_max, row_sum = softmax_step(s, initial_max, None, scale)
+    p = _as_operand(p, out_desc.dtype, T)
     slot, parity = next_slot(slot, parity, T.stages)
     if T.paired and mine:
         slot, parity = _skip(ring, slot, parity, before_values, T)
@@ -416,19 +397,19 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             new_seq, new_head, new_row, new_begin, new_end = seq, head, row, begin, end
         elif not T.packed:
             following = gl.minimum(i + 1, count - 1)
-            new_seq, new_head, new_row, new_begin, new_end = place(following, size, limits, order, T)
+            new_seq, new_head, new_row, new_begin, new_end = tile_at(following, size, limits, order, T)
             new_row = first_row(new_row, mine, size, T)
         q = q_tiles.index(buffer * T.consumers + mine)
-        state = (zeros, w, total, peak)
+        state = (zeros, p, row_max, row_sum)
         own_size = size_of(seq, size, T)
-        state, at = _steps(state, q, ring, turns, (slot, parity, turn), row, begin, end, own_size, scoring, mine, T)
+        state, at = _steps(state, q, ring, pingpong, (slot, parity, turn), row, begin, end, own_size, scoring, mine, T)
         slot, parity, turn = at
-        o, w, total, peak = state
-        if T.packed:  # its place is read again: the mainloop has no registers for what only the epilogue needs
-            seq, head, row, begin, end = place(i, size, limits, order, T)
+        o, p, row_max, row_sum = state
+        if T.packed:  # the tile is read again: the mainloop has no registers for what only the epilogue needs
+            seq, head, row, begin, end = tile_at(i, size, limits, order, T)
             row = first_row(row, mine, size, T)
             following = gl.minimum(i + 1, count - 1)
-            new_seq, new_head, new_row, new_begin, new_end = place(following, size, limits, order, T)
+            new_seq, new_head, new_row, new_begin, new_end = tile_at(following, size, limits, order, T)
             new_row = first_row(new_row, mine, size, T)
         new_size = size_of(new_seq, size, T)
         mbarrier.arrive(q_free.index(buffer), count=1)
@@ -438,42 +419,42 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
         buffer = gl.where(last, buffer, next_buffer)
         q_parity = gl.where(last, q_parity, next_parity)
         q = q_tiles.index(buffer * T.consumers + mine)
-        if T.joined:
+        if T.overlap_tiles:
             mbarrier.wait(q_ready.index(buffer), q_parity)
-            turn = _await_turn(turns, turn, mine, T)
+            turn = _pingpong_wait(pingpong, turn, mine, T)
             before = slot
             s = _start_scores(q, ring, slot, T)
             slot, parity = next_slot(slot, parity, T.stages)
             mbarrier.wait(ring[1].index(slot), parity)
-            o = warpgroup_mma(w, ring[0].index(slot), o, is_async=True)
-            _pass_turn(turns, mine, T)
+            o = warpgroup_mma(p, ring[0].index(slot), o, is_async=True)
+            _pingpong_arrive(pingpong, mine, T)
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(ring[2].index(before), count=1)
-            s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
-            weights, new_total, new_peak, _factor = _weigh(s, lowest, scale, T)
+            s = _mask(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
+            new_p, _alpha, new_max, new_sum = softmax_step(s, initial_max, None, scale)
             before = slot
             slot, parity = next_slot(slot, parity, T.stages)
             if not last:
                 mbarrier.wait(ring[1].index(slot), parity)
             o = warpgroup_mma_wait(0, (o,))
             mbarrier.arrive(ring[2].index(before), count=1)
-            w = _as_operand(weights, out_desc.dtype, T)
-            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
-            total = new_total
-            peak = new_peak
+            p = _as_operand(new_p, out_desc.dtype, T)
+            _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
+            row_max = new_max
+            row_sum = new_sum
         else:
-            o = warpgroup_mma_wait(0, (warpgroup_mma(w, ring[0].index(slot), o, is_async=True),))
+            o = warpgroup_mma_wait(0, (warpgroup_mma(p, ring[0].index(slot), o, is_async=True),))
             mbarrier.arrive(ring[2].index(slot), count=1)
             slot, parity = next_slot(slot, parity, T.stages)
-            _write(o, total, peak, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
+            _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
             if not last:
                 mbarrier.wait(q_ready.index(buffer), q_parity)
                 mbarrier.wait(ring[1].index(slot), parity)
                 s = warpgroup_mma_wait(0, (_start_scores(q, ring, slot, T),))
                 mbarrier.arrive(ring[2].index(slot), count=1)
-                s = _hidden(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
-                weights, total, peak, _factor = _weigh(s, lowest, scale, T)
-                w = _as_operand(weights, out_desc.dtype, T)
+                s = _mask(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
+                p, _alpha, row_max, row_sum = softmax_step(s, initial_max, None, scale)
+                p = _as_operand(p, out_desc.dtype, T)
                 slot, parity = next_slot(slot, parity, T.stages)
                 mbarrier.wait(ring[1].index(slot), parity)
         seq, head, row, begin, end = new_seq, new_head, new_row, new_begin, new_end
@@ -515,7 +496,7 @@ def attend(
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [T.q_buffers, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [T.q_buffers, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [T.consumers, 1], mbarrier.MBarrierLayout())
+    pingpong = gl.allocate_shared_memory(gl.int64, [T.consumers, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(gl.constexpr(T.stages)):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=T.consumers)
@@ -524,9 +505,9 @@ def attend(
         mbarrier.init(q_free.index(i), count=T.consumers)
     # Not where they are unused: Triton may reuse the memory of a barrier on which nothing waits, for arguments of the
     # other warps, and its initialization could overwrite them (see hopper_backward_dkdv).
-    if T.turns or not T.packed:
+    if T.pingpong or not T.packed:
         for i in gl.static_range(gl.constexpr(T.consumers)):
-            mbarrier.init(turns.index(i), count=1)
+            mbarrier.init(pingpong.index(i), count=1)
     fence_async_shared()  # makes the initialized barriers visible to TMA
 
     if T.packed:
@@ -536,7 +517,7 @@ def attend(
         n_q = q_desc.shape[2]
         count = q_desc.shape[0] * heads * gl.cdiv(n_q, gl.constexpr(T.tile_rows))
         size = (count, heads, n_q, k_desc.shape[2])
-    memory = ((q_tiles, q_ready, q_free), (tiles, ready, free), out_ring, turns)
+    memory = ((q_tiles, q_ready, q_free), (tiles, ready, free), out_ring, pingpong)
     table = (pages_ptr, stride_pages, n_pages, pieces) if T.page else 0
     limits = (left, right)
     scoring = (scale, cap_factor, limits)
@@ -640,7 +621,7 @@ def prepare(x: Inputs, out: Tensor, c: AttentionConfig, table: Tensor | None = N
     pages, kv_heads, n_k = x.k.shape[:3]
     t = tiling(c, x.scoring.flags, head_dim, target.shared_memory, is_packed, has_pairs(x.problem, target))
     factor, cap, left, right = x.scoring.numbers
-    scale, cap_factor = (cap, 2 * _LOG2E.value * factor) if t.capped else (factor, 0.0)
+    scale, cap_factor = (cap, 2 * LOG2E.value * factor) if t.capped else (factor, 0.0)
     t = dataclasses.replace(t, scale=x.scoring.default_factor(head_dim))
     stride = 0
     if table is not None:

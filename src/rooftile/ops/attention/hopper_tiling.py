@@ -28,20 +28,20 @@ class Tiling:
         consumers: warpgroups, each with `rows` queries of a tile.
         stages: blocks of k or v that the ring holds.
         q_buffers: tiles of q in shared memory.
-        turns: ping-pong: the consumers take turns to issue their GEMMs.
-        joined: a tile's first q k^T is issued together with the previous tile's last p v.
+        pingpong: the consumers take turns to issue their GEMMs: the softmax of one overlaps the GEMMs of another.
+        overlap_tiles: a tile's first q k^T is issued together with the previous tile's last p v.
         capped, has_left, has_right: see `Scoring.flags`.
         scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
         packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
         page: tokens of a page of keys and values; 0 if they are packed as the queries are.
         step: tokens from one page to the next in memory.
         paired: one of two consumers takes a block of queries from the end of the prompt, the other one from its start,
-            so that all tiles take about the same time. Each skips the keys that it does not see. Only with causality,
-            without a window or `turns`.
-        multiplied: the columns of q and k that q k^T multiplies, in two parts as `split_dim` has them. For heads of 80
-            and 96 this is 3 to 7 percent faster on an H200 than all columns. p v has all of them: with it in two parts,
-            too, the kernel was 2 to 19 percent slower than with neither, from 1024 tokens on, as the tensor cores read
-            p from registers once for each part.
+            so that all tiles take about the same time. Each skips the blocks of keys in which all its scores would be
+            masked. Only with causality, without a window or `pingpong`.
+        multiplied: the columns of q and k that q k^T multiplies, in two parts, as `split_dim` gives them. For heads of
+            80 and 96 this is 3 to 7 percent faster on an H200 than to multiply all `dim` columns. p v does multiply all
+            of them: the tensor cores would read p from registers once for each part. With both GEMMs in two parts the
+            kernel was 2 to 19 percent slower than with neither, from 1024 tokens on.
     """
 
     keys: int
@@ -49,8 +49,8 @@ class Tiling:
     consumers: int
     stages: int
     q_buffers: int
-    turns: bool
-    joined: bool
+    pingpong: bool
+    overlap_tiles: bool
     capped: bool
     has_left: bool
     has_right: bool
@@ -120,8 +120,8 @@ class Tiling:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
 
     @property
-    def weights(self) -> gl.DotOperandLayout:
-        """A block of softmax weights as the tensor cores read it out of registers."""
+    def operand(self) -> gl.DotOperandLayout:
+        """p of a block as the first operand of p v, in registers."""
         return gl.DotOperandLayout(0, self.acc, 2)
 
     @property
@@ -140,16 +140,17 @@ def tiling(
     """
     dim = max(32, 1 << (head_dim - 1).bit_length())
     multiplied = split_dim(head_dim) if head_dim > 64 else (dim, 0)
-    # Measured on an H200: `joined` is 2 to 8 percent faster, except for two consumers of heads up to 64, where `turns`
-    # alone is 3 percent faster. Joined, heads over 128, and three consumers with a cap, would spill.
+    # Measured on an H200: `overlap_tiles` is 2 to 8 percent faster, except for two consumers of heads up to 64, where
+    # `pingpong` alone is 3 percent faster. With overlapped tiles, heads over 128 would spill, and so would three
+    # consumers with a cap.
     consumers, capped = c.num_warps // 4, flags[0]
     paired = pairs and consumers == 2
     single = consumers == 1 or paired
-    turns = dim <= 64 and consumers == 2 and not single
-    joined = not turns and not single and dim <= 128 and not (consumers == 3 and capped)
+    pingpong = dim <= 64 and consumers == 2 and not single
+    overlap_tiles = not pingpong and not single and dim <= 128 and not (consumers == 3 and capped)
 
     def of(q_buffers: int) -> Tiling:
-        sizes = (c.block_n, dim, consumers, c.num_stages, q_buffers, turns, joined)
+        sizes = (c.block_n, dim, consumers, c.num_stages, q_buffers, pingpong, overlap_tiles)
         return Tiling(*sizes, *flags, packed=packed, paired=paired, multiplied=multiplied)
 
     return of(2) if not single and of(2).shared_memory <= limit else of(1)

@@ -26,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.ops.attention import arguments, dequantize_pages, latent, parts, problem
 from rooftile.ops.attention.forward import attend, tile_constants
-from rooftile.ops.attention.parts import place, sequence_range
+from rooftile.ops.attention.parts import rasterize, sequence_range
 from rooftile.ops.attention.problem import INVARIANT, AttentionConfig, Inputs, Problem, Scoring, is_aligned
 from rooftile.ops.decode_attention.choose import LONGEST_LATENT, check_value_columns
 from rooftile.primitives import paging
@@ -53,7 +53,7 @@ def paged_kernel(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    pair, block = place(tl.program_id(0), together, pairs, n_blocks)
+    pair, block = rasterize(tl.program_id(0), together, pairs, n_blocks)
     start_m = (n_blocks - 1 - block) * BLOCK_M
     head = (pair % heads).to(tl.int64)
     seq = (pair // heads).to(tl.int64)

@@ -87,7 +87,7 @@ def sequence_range(starts_ptr, index, total):
 
 
 @triton.jit
-def place(program, together, lanes, blocks):
+def rasterize(program, together, lanes, blocks):
     """A program's lane (a head of a batch entry) and block.
 
     The blocks of `together` lanes take turns, so that what they walk over stays in the L2. Blocks of a low index start

@@ -31,6 +31,18 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 
+@triton.jit
+def _delta(out, dout, dlse_ptr, index, strides, mask, HAS_DLSE: tl.constexpr):
+    """rowsum(dout * out) - dlse, for the rows of that index: batch, head and row. out and dout are in float32."""
+    delta = tl.sum(out * dout, axis=1)
+    if HAS_DLSE:
+        batch, head, row = index
+        stride_b, stride_h, stride_t = strides
+        dlse = dlse_ptr + batch * stride_b + head * stride_h + row.to(tl.int64) * stride_t
+        delta -= tl.load(dlse, mask=mask, other=0.0).to(tl.float32)
+    return delta
+
+
 @triton.jit(do_not_specialize=["n_q", "heads"])
 def _delta_kernel(
     out_ptr,
@@ -75,11 +87,8 @@ def _delta_kernel(
     dout_ptr += batch * stride_gb + head * stride_gh
     out = tl.load(out_ptr + rows * stride_ot + cols * stride_od, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + rows * stride_gt + cols * stride_gd, mask=mask, other=0.0).to(tl.float32)
-
-    delta = tl.sum(out * dout, axis=1)
-    if HAS_DLSE:
-        dlse = dlse_ptr + batch * stride_lb + head * stride_lh + row.to(tl.int64) * stride_lt
-        delta -= tl.load(dlse, mask=row_mask, other=0.0).to(tl.float32)
+    strides = (stride_lb, stride_lh, stride_lt)
+    delta = _delta(out, dout, dlse_ptr, (batch, head, row), strides, row_mask, HAS_DLSE)
     if HAS_LSE:
         lse = tl.load(lse_ptr + flat, mask=row_mask, other=float("inf"))
         # The gradient of a log-sum-exp of -inf is often NaN, and NaN times a probability of 0 is NaN.
@@ -203,15 +212,14 @@ def _stats_kernel(
     out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + rows * stride_ot + cols, mask, other=0.0)
     dout = tl.load(dout_ptr + batch * stride_gb + head * stride_gh + rows * stride_gt + cols, mask, other=0.0)
     lse = tl.load(lse_ptr + flat * n_q + row, mask=there, other=float("-inf"))
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-    if HAS_DLSE:
-        dlse = dlse_ptr + batch * stride_lb + head * stride_lh + row.to(tl.int64) * stride_lt
-        delta -= tl.load(dlse, mask=there, other=0.0).to(tl.float32)
-    blind = lse == float("-inf")
+    strides = (stride_lb, stride_lh, stride_lt)
+    out, dout = out.to(tl.float32), dout.to(tl.float32)
+    delta = _delta(out, dout, dlse_ptr, (batch, head, row), strides, there, HAS_DLSE)
+    fully_masked = lse == float("-inf")
 
     stats_ptr += tile * (2 * ROWS) + tl.arange(0, ROWS)
-    tl.store(stats_ptr, tl.where(blind, float("inf"), lse * LOG2E))
-    tl.store(stats_ptr + ROWS, tl.where(blind, 0.0, delta))
+    tl.store(stats_ptr, tl.where(fully_masked, float("inf"), lse * LOG2E))
+    tl.store(stats_ptr + ROWS, tl.where(fully_masked, 0.0, delta))
 
 
 @triton.jit(do_not_specialize=["n_q", "heads", "scale", "sequences"], do_not_specialize_on_alignment=["starts_ptr"])

@@ -1,36 +1,35 @@
 """decode_attention over a latent cache for sm_90, of 64 and more query rows (Gluon).
 
-A program has 64 query rows of a KV head. With as many, tensor cores take longer than memory: a block of 64 keys is 2176
-clocks of products. The rows' outputs, 64 x 512, fill the registers of two warpgroups, and the queries and two blocks
-of keys fill shared memory. So no score can be computed ahead of the block before, and what matters is that copies have
-the time of a whole block:
+A program has 64 query rows of a KV head. With so many the kernel is bound by the tensor cores, not by memory: the GEMMs
+of a block of 64 keys take 2176 clocks. The rows' outputs, 64 x 512, fill the registers of two warpgroups, and the
+queries and two blocks of keys fill shared memory. So scores cannot be computed a block ahead, and what matters is that
+the copies of a block have the time of a whole block to land:
 
-    _score       the first warpgroup: s = q k.T of a block, its softmax weights, and columns 0 to 255 of the output
+    _score       the first warpgroup: s = q k^T of a block, p = softmax of s, and columns 0 to 255 of the output
     _accumulate  the second one: columns 256 to 511 of the output
     _produce     a single warp: plans the work, and copies queries and blocks by TMA, a page or a part of one at a time
 
-The next block's scores are started right behind the dot of a block's weights and values. During the softmax tensor
-cores have nothing but what is left of the second warpgroup's dot. (FlashMLA gives each warpgroup the scores of every
-other block. Then the softmax of one overlaps dots of the other, but copies have half the time.)
+The next block's q k^T is issued right behind a block's p v. During the softmax the tensor cores have nothing to do but
+the rest of the second warpgroup's p v. (FlashMLA gives each warpgroup the scores of every other block. Then the softmax
+of one overlaps GEMMs of the other, but copies have half the time.)
 
-A slot of shared memory has one block of keys: columns 0 to 255, 256 to 511, and 512 to 575, of which only the scores
-are computed. `_score` writes the block's weights over these last ones, once all of its warps have read them, so that
-they are in the same slot as the values that `_accumulate` multiplies.
+A slot of shared memory has one block of keys: columns 0 to 255, 256 to 511, and 512 to 575, which only q k^T reads.
+`_score` writes the block's p over these last ones, once all of its warps have read them, so that it is in the same slot
+as the values that `_accumulate` multiplies it by.
 
     ready[2 slot + half]    completed by the bytes that land: the left half, or the right half and the last columns
     free[2 slot + half]     completed by one arrival of the warpgroup that has these columns of the output
-    weighed[slot]           completed by `_score`, when the weights, their rows' factors and sums are in shared memory
+    p_ready[slot]           completed by `_score`, when p and its rows' alpha and sums are in shared memory
     q_ready, q_free         as ready and free, for the queries of a piece of work, which `_score` alone reads
     work_ready, work_free   the same for messages, in which `_produce` tells the others their next piece of work
 
-`free` of the right half implies that the weights, factors and sums were read. Work is partitioned as for
+`free` of the right half implies that p, alpha and the sums were read. Work is partitioned as for
 `decode_kernel` (`schedule`), and partial results are stored as there.
 
 Of packed queries (`attention_paged`), a tile of 64 rows is a piece of work, or a split of it. It is as a sequence of
 the tile's tokens, which has the keys that the last of them sees. Programs take tiles from a queue, a counter in memory.
 
-A row's maximum is of scores before `scale`. Its sum is kept in four parts, as its threads have it, until the end. The
-lowest maximum is finite, so that a row that sees no key needs no special case until it is written.
+A fully masked row needs no special case until it is written (`primitives.warpgroup_softmax`).
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ from rooftile.primitives.gluon import (
 from rooftile.primitives.paging import page_step
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
 from rooftile.primitives.scores import LN2
+from rooftile.primitives.warpgroup_softmax import INITIAL_MAX, mask_scores, softmax_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -77,8 +77,6 @@ _PART = gl.constexpr(64)  # columns of a copy: a swizzle is so wide
 _PARTS = gl.constexpr(4)  # copies of a half
 _SLOTS = gl.constexpr(2)
 _FIELDS = gl.constexpr(8)  # of a message
-_LOWEST = gl.constexpr(-1e30)
-_LN2 = gl.constexpr(LN2.value)
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_SEQUENCES = 512  # which one warp plans
 _REGISTERS = 168  # what a kernel of 12 warps is compiled for; the two warpgroups take what the producer leaves
@@ -147,8 +145,8 @@ class Form:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF.value, 16])
 
     @property
-    def weights(self) -> gl.DotOperandLayout:
-        """A block of softmax weights as the tensor cores read it out of registers."""
+    def operand(self) -> gl.DotOperandLayout:
+        """p of a block as the first operand of p v, in registers."""
         return gl.DotOperandLayout(0, self.acc, 2)
 
 
@@ -227,7 +225,7 @@ def _copy_queries(desc, seq, kv_head, tile, pieces, last, ready, T: gl.constexpr
 def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size, T: gl.constexpr):
     """Plan this program's work, tell it to the others, and keep the slots full."""
     q_pieces, q_last, k_pieces, last_pieces, messages = memory
-    ready, free, _weighed, q_ready, q_free, work_ready, work_free = barriers
+    ready, free, _p_ready, q_ready, q_free, work_ready, work_free = barriers
     n_seqs, n_new, kv_heads, capacity, programs = size
     PER_HALF: gl.constexpr = _PARTS * T.pieces
     program = gl.program_id(0) // T.row_tiles
@@ -334,7 +332,7 @@ def _receive(messages, work_ready, work_free, n_new, box, parity, T: gl.constexp
 
 @gluon.jit
 def _start_scores(q_tiles, k_tiles, ready, slot, parity, T: gl.constexpr):
-    """Start the products of the left columns of queries and keys."""
+    """Issue q k^T of the left columns of queries and keys."""
     none = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
     mbarrier.wait(ready.index(2 * slot), parity)
     k = k_tiles.index(2 * slot).permute((1, 0))
@@ -351,56 +349,41 @@ def _finish_scores(s, q_tiles, q_last, k_tiles, k_last, ready, slot, parity):
 
 
 @gluon.jit
-def _hidden(s, block, n_keys, n_new, tile, T: gl.constexpr):
-    """Scores, -inf where a query does not see the key."""
-    cols = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
+def _mask(s, block, n_keys, n_new, tile, T: gl.constexpr):
+    """Mask the scores of the tile's queries with a block of keys."""
+    keys = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
     end = gl.full([T.rows], n_keys, gl.int32, gl.SliceLayout(1, T.scores))
     if T.causal:
         rows = tile * T.rows + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
         end = gl.minimum(n_keys - n_new + rows // T.group + 1, end)
-    return gl.where(cols[None, :] < end[:, None], s, float("-inf"))
+    return mask_scores(s, keys, None, end)
 
 
 @gluon.jit
-def _weigh(s, peak, scale, T: gl.constexpr):
-    """Softmax weights of a block, their sums in parts, the new maximum, and the factor of previous weights."""
-    by_thread = s.reshape([T.rows, T.keys // 8, 4, 2])
-    top = gl.max(gl.max(gl.max(by_thread, 1), 2), 1)
-    higher = gl.maximum(peak, gl.convert_layout(top, peak.type.layout, assert_trivial=True))
-    factor = gl.exp2((peak - higher) * scale)
-    weights = gl.exp2(s * scale - (higher * scale)[:, None])
-    sums = gl.sum(gl.sum(weights.reshape([T.rows, T.keys // 8, 4, 2]), 1), 2)
-    return weights, sums, higher, factor
-
-
-@gluon.jit
-def _softmax(s, total, peak, block, high, work, scale, k_last, stats, weighed, slot, tile, T: gl.constexpr):
-    """The weights of a block as an operand, and for `values`; the factor of its rows; the new sums and maximum."""
+def _softmax(s, row_max, row_sum, block, high, work, scale, k_last, stats, p_ready, slot, tile, T: gl.constexpr):
+    """p of a block as an operand, here and for `_accumulate`; alpha; the new row_max and row_sum."""
     n_keys, n_new = work
     if (block + 1) * T.keys > n_keys - (n_new - 1):
-        s = _hidden(s, block, n_keys, n_new, tile, T)
-    weights, sums, peak, factor = _weigh(s, peak, scale, T)
-    if total is None:
-        total = sums
-    else:
-        by_part = gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-        total = total * by_part[:, None] + sums
-    w = weights.to(k_last.dtype)
-    gl.thread_barrier()  # the keys that the weights replace: all warps have read them
-    k_last.index(slot).store(w)
-    stats.index(slot).store(factor)
+        s = _mask(s, block, n_keys, n_new, tile, T)
+    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale)
+    p = p.to(k_last.dtype)
+    gl.thread_barrier()  # the keys that p replaces: all warps have read them
+    k_last.index(slot).store(p)
+    stats.index(slot).store(alpha)
     if block + 1 == high:
-        stats.index(_SLOTS + slot).store(gl.convert_layout(gl.sum(total, 1), peak.type.layout, assert_trivial=True))
+        stats.index(_SLOTS + slot).store(
+            gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
+        )
     fence_async_shared()
-    mbarrier.arrive(weighed.index(slot), count=1)
-    return gl.convert_layout(w, T.weights), factor, total, peak
+    mbarrier.arrive(p_ready.index(slot), count=1)
+    return gl.convert_layout(p, T.operand), alpha, row_max, row_sum
 
 
 @gluon.jit
 def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
-    """Scores and softmax weights of all blocks, and the left half of the output."""
+    """s and p of all blocks, and the left half of the output."""
     q_tiles, q_last, k_tiles, k_last, stats, messages = memory
-    ready, free, weighed, q_ready, q_free, work_ready, work_free = barriers
+    ready, free, p_ready, q_ready, q_free, work_ready, work_free = barriers
     tile = gl.program_id(0) % T.row_tiles
     slot = 0
     parity = 0
@@ -418,12 +401,12 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
         if low + 1 == high:
             mbarrier.arrive(q_free.index(0), count=1)
         o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
-        peak = gl.full([T.rows], _LOWEST, gl.float32, gl.SliceLayout(1, T.scores))
-        w, _factor, total, peak = _softmax(
-            s, None, peak, low, high, keys, scale, k_last, stats, weighed, slot, tile, T
+        row_max = gl.full([T.rows], INITIAL_MAX, gl.float32, gl.SliceLayout(1, T.scores))
+        p, _alpha, row_max, row_sum = _softmax(
+            s, row_max, None, low, high, keys, scale, k_last, stats, p_ready, slot, tile, T
         )  # fmt: skip
         for block in range(low + 1, high):
-            o = warpgroup_mma(w, k_tiles.index(2 * slot), o, is_async=True)
+            o = warpgroup_mma(p, k_tiles.index(2 * slot), o, is_async=True)
             before = slot
             slot, parity = next_slot(slot, parity, 2)
             s = _start_scores(q_tiles, k_tiles, ready, slot, parity, T)
@@ -432,16 +415,16 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
             s = _finish_scores(s, q_tiles, q_last, k_tiles, k_last, ready, slot, parity)
             if block + 1 == high:
                 mbarrier.arrive(q_free.index(0), count=1)
-            w, factor, total, peak = _softmax(
-                s, total, peak, block, high, keys, scale, k_last, stats, weighed, slot, tile, T
+            p, alpha, row_max, row_sum = _softmax(
+                s, row_max, row_sum, block, high, keys, scale, k_last, stats, p_ready, slot, tile, T
             )  # fmt: skip
-            o = o * gl.convert_layout(factor, gl.SliceLayout(1, T.acc), assert_trivial=True)[:, None]
-        o = warpgroup_mma_wait(0, (warpgroup_mma(w, k_tiles.index(2 * slot), o, is_async=True),))
+            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc), assert_trivial=True)[:, None]
+        o = warpgroup_mma_wait(0, (warpgroup_mma(p, k_tiles.index(2 * slot), o, is_async=True),))
         mbarrier.arrive(free.index(2 * slot), count=1)
         slot, parity = next_slot(slot, parity, 2)
-        sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, T.acc), assert_trivial=True)
-        peak = gl.convert_layout(peak * scale, gl.SliceLayout(1, T.acc), assert_trivial=True)
-        _write(o, sums, peak, outputs, size, seq, kv_head, keys[1], tile, place, count, 0, T)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, T.acc), assert_trivial=True)
+        row_max = gl.convert_layout(row_max * scale, gl.SliceLayout(1, T.acc), assert_trivial=True)
+        _write(o, row_max, row_sum, outputs, size, seq, kv_head, keys[1], tile, place, count, 0, T)
         box, box_parity = next_slot(box, box_parity, 2)
         seq, kv_head, keys, low, high, place, count = _receive(
             messages, work_ready, work_free, size[1], box, box_parity, T
@@ -452,7 +435,7 @@ def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
 def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
     """The right half of the output."""
     _q_tiles, _q_last, k_tiles, k_last, stats, messages = memory
-    ready, free, weighed, _q_ready, _q_free, work_ready, work_free = barriers
+    ready, free, p_ready, _q_ready, _q_free, work_ready, work_free = barriers
     tile = gl.program_id(0) % T.row_tiles
     slot = 0
     parity = 0
@@ -463,18 +446,18 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
     )  # fmt: skip
     while low < high:
         o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
-        sums = gl.full([T.rows], 0, gl.float32, gl.SliceLayout(1, T.acc))
+        row_sum = gl.full([T.rows], 0, gl.float32, gl.SliceLayout(1, T.acc))
         for _ in range(low, high):
-            mbarrier.wait(weighed.index(slot), parity)
-            factor = stats.index(slot).load(gl.SliceLayout(1, T.acc))
-            sums = stats.index(_SLOTS + slot).load(gl.SliceLayout(1, T.acc))  # the last one's are whole
-            o = o * factor[:, None]
+            mbarrier.wait(p_ready.index(slot), parity)
+            alpha = stats.index(slot).load(gl.SliceLayout(1, T.acc))
+            row_sum = stats.index(_SLOTS + slot).load(gl.SliceLayout(1, T.acc))  # of the last block, the row's
+            o = o * alpha[:, None]
             mbarrier.wait(ready.index(2 * slot + 1), parity)
             o = warpgroup_mma(k_last.index(slot), k_tiles.index(2 * slot + 1), o, is_async=True)
             o = warpgroup_mma_wait(0, (o,))
             mbarrier.arrive(free.index(2 * slot + 1), count=1)
             slot, parity = next_slot(slot, parity, 2)
-        _write(o, sums, sums, outputs, size, seq, kv_head, keys[1], tile, place, count, 1, T)
+        _write(o, row_sum, row_sum, outputs, size, seq, kv_head, keys[1], tile, place, count, 1, T)
         box, box_parity = next_slot(box, box_parity, 2)
         seq, kv_head, keys, low, high, place, count = _receive(
             messages, work_ready, work_free, size[1], box, box_parity, T
@@ -482,7 +465,9 @@ def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
 
 
 @gluon.jit
-def _write(o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr):
+def _write(
+    o, row_max, row_sum, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr
+):
     """A half of the rows' output, or of their partial result; the left half with what there is one of a row."""
     out_ptr, lse_ptr, partial_ptr = outputs
     kv_heads = size[2]
@@ -495,13 +480,13 @@ def _write(o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, coun
     heads = kv_heads * T.group
     there = token < n_new
     if partial_ptr is None or count == 1:
-        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+        inverse = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
         row = seq.to(gl.int64) + token if T.packed else seq.to(gl.int64) * n_new + token
         at = out_ptr + row * heads * T.value_dim + head * T.value_dim
         mask = there[:, None] & (cols < T.value_dim)[None, :]
         gl.store(at[:, None] + cols[None, :], (o * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if lse_ptr is not None and half == 0:
-            lse = gl.where(total == 0.0, float("-inf"), (peak + gl.log2(total)) * _LN2)
+            lse = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(row_sum)) * LN2)
             if T.packed:
                 of_lse = head.to(gl.int64) * size[1] + row
             else:
@@ -512,8 +497,8 @@ def _write(o, total, peak, outputs, size, seq, kv_head, n_new, tile, place, coun
         gl.store(partial + (rows * WIDTH)[:, None] + cols[None, :], o, mask=there[:, None])
         if half == 0:
             partial += T.rows * WIDTH
-            gl.store(partial + rows, peak, mask=there)
-            gl.store(partial + T.rows + rows, total, mask=there)
+            gl.store(partial + rows, row_max, mask=there)
+            gl.store(partial + T.rows + rows, row_sum, mask=there)
 
 
 _NUMBERS = ["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "step", "programs", "scale"]
@@ -564,7 +549,7 @@ def attend_latent(
     messages = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [2 * _SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2 * _SLOTS, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    p_ready = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -573,7 +558,7 @@ def attend_latent(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(weighed.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(work_ready.index(i), count=1)
         mbarrier.init(work_free.index(i), count=2)
     mbarrier.init(q_ready.index(0), count=1)
@@ -583,7 +568,7 @@ def attend_latent(
         pdl_wait()
         pdl_launch_dependents()  # perhaps combine_kernel, which reads the lengths at once
 
-    barriers = (ready, free, weighed, q_ready, q_free, work_ready, work_free)
+    barriers = (ready, free, p_ready, q_ready, q_free, work_ready, work_free)
     outputs = (out_ptr, lse_ptr, partial_ptr)
     memory = (q_tiles, q_last, k_tiles, k_last, stats, messages)
     to_fill = (q_pieces, q_last, k_pieces, last_pieces, messages)

@@ -436,6 +436,9 @@ def scale_to_float16(q, by):
 
 
 # Caches of 8 bits, read as 16-bit pairs
+#
+# `primitives.dequantize` converts tiles of bytes, and keeps their order. Here a pair goes to two tiles, so a word of
+# two pairs becomes its even bytes and its odd ones.
 
 # e4m3 to float16: the low bytes of two 16-bit words, then the high bytes.
 _E4M3 = assembly("""{
@@ -483,14 +486,6 @@ def as_pairs(t: Tensor) -> Tensor:
 
 
 @triton.jit
-def _e4m3(byte):
-    """e4m3 from its bits: in the fields of a float16 they are 2^8 too small."""
-    bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-    number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
-
-
-@triton.jit
 def unpack_pairs(words, PACKED: tl.constexpr, PTX: tl.constexpr):
     """The low and the high bytes of 16-bit words, as float16."""
     if PTX and PACKED == "e4m3":
@@ -502,8 +497,8 @@ def unpack_pairs(words, PACKED: tl.constexpr, PTX: tl.constexpr):
             _INT8, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     elif PACKED == "e4m3":
-        low = _e4m3(words.to(tl.int32) & 0xFF)
-        high = _e4m3((words.to(tl.int32) >> 8) & 0xFF)
+        low = e4m3_of_bits(words).to(tl.float16)
+        high = e4m3_of_bits(words >> 8).to(tl.float16)
     else:
         low = ((words.to(tl.int32) << 24) >> 24).to(tl.float16)
         high = (words.to(tl.int32) >> 8).to(tl.float16)

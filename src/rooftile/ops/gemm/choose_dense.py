@@ -178,8 +178,8 @@ def _hopper(p: Problem, target: runtime.Target) -> Iterator[GemmConfig]:
 
     known = (tile for tile in _HOPPER_TILES if not p.gated or tile[2] % 64 == 0)  # 48 is no width
     found = sorted(known, key=lambda tile: worth(*tile[:3]), reverse=True)
-    for _, block_m, block_n, block_k, warps, stages, turns in found:
-        yield GemmConfig("hopper", block_m, block_n // halved, block_k, 8, 1, warps, stages, pingpong=turns)
+    for _, block_m, block_n, block_k, warps, stages, pingpong in found:
+        yield GemmConfig("hopper", block_m, block_n // halved, block_k, 8, 1, warps, stages, pingpong=pingpong)
 
 
 # Speed where all SMs work, over that of the first, on an H200: block_m, block_n, block_k, num_warps,

@@ -48,6 +48,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
+from rooftile.ops.gemm.parts import grouped_tile
 from rooftile.primitives.activations import activate
 from rooftile.primitives.gluon import async_load, async_store, next_slot, split_columns, view_as
 from rooftile.quantize import BLOCK
@@ -92,7 +93,7 @@ class HopperTiling:
         chunk: columns of the output that are written at a time.
         out_buffers: chunks of one consumer that are being written at the same time.
         x_k, w_k: whether k is the contiguous dimension of x and of w. Where not, the tensor cores transpose the tile.
-        group_m: rows of tiles that are walked together, see `corner`.
+        group_m: rows of tiles that are walked together, see `parts.grouped_tile`.
         pingpong: every consumer has tiles of its own; otherwise all consumers share one, each `rows` rows of it.
         x_scale, w_scale: what shares a scale of fp8 operands; "" for 16-bit ones.
     """
@@ -249,17 +250,12 @@ def count_tiles(size, T: gl.constexpr):
 
 @gluon.jit
 def corner(i, size, T: gl.constexpr):
-    """The first row and column in the output of this CTA's tile i.
-
-    Rasterization: group_m rows of tiles are walked column by column, so that what CTAs read together stays in the L2.
-    """
+    """The first row and column in the output of this CTA's tile i."""
     tile = gl.program_id(0) + i * gl.num_programs(0)
     tiles_m = gl.cdiv(size[0], gl.constexpr(T.tile_rows))
-    in_group = gl.cdiv(size[1], gl.constexpr(T.cols)) * T.group_m
-    first = tile // in_group * T.group_m
-    group = gl.minimum(tiles_m - first, T.group_m)
-    local = tile % in_group
-    return (first + local % group) * T.tile_rows, local // group * T.cols
+    tiles_n = gl.cdiv(size[1], gl.constexpr(T.cols))
+    row, col = grouped_tile(tile, tiles_m, tiles_n, T.group_m)
+    return row * T.tile_rows, col * T.cols
 
 
 @gluon.jit

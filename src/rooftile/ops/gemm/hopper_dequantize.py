@@ -55,8 +55,10 @@ STEP = gl.constexpr(64)  # elements of the sum: 128 bytes of a row of x, the wid
 _CHUNK = gl.constexpr(64)  # columns of the output that are written at a time: what one instruction has as rows
 _BARRIERS = 512
 
-# Each turns two elements of 8 bits, the low half of $1, into two of 16. All are exact. (With the constant as prmt's
-# second operand, its selector would be moved to a register each time: an eighth of the step's instructions.)
+# Each turns two elements of 8 bits, the low half of $1, into two of 16. All are exact. `primitives.dequantize` converts
+# the four elements of a word; in the layout of the first operand, a thread has only two adjacent ones. (With the
+# constant as prmt's second operand, its selector would be moved to a register each time: an eighth of the step's
+# instructions.)
 # bfloat16 has seven bits: 128 + the low seven, minus 128, or minus 256 where the sign bit is set.
 _INT8_BF16 = assembly(
     """{

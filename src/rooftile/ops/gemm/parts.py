@@ -2,7 +2,7 @@
 
 A mainloop calls those parts that its constants select. Each part takes pointers or tiles, and no context.
 
-    tiles             `divisible`, `grouped_tile`
+    tiles             `divisible`; `grouped_tile`, also of the Hopper mainloops
     prologue          `norm_weights`, `near_one`: RMSNorm of x. `operand`: fp8 for GPUs that have none
     each step         `multiply_add`, with the scales of the step
 """
@@ -28,7 +28,10 @@ def divisible(n, BY_16: tl.constexpr):
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """The tile's row and column. GROUP_M tiles of rows are walked before the next column, so that both stay in L2."""
+    """The row and column of a tile, counted in tiles.
+
+    Rasterization: GROUP_M rows of tiles are walked column by column, so that what CTAs read together stays in the L2.
+    """
     width = GROUP_M * tiles_n
     first = tile // width * GROUP_M
     size = tl.minimum(tiles_m - first, GROUP_M)
@@ -58,7 +61,10 @@ def near_one(x):
 
 @triton.jit
 def operand(t):
-    """A tile as the tensor cores take it. Bytes of fp8 become float16, exactly: 2^-8 of what they stand for."""
+    """A tile as the tensor cores take it. Bytes of fp8 become float16, exactly: 2^-8 of what they stand for.
+
+    `primitives.dequantize.e4m3_of_bits` multiplies each element by the rest; here `UNDO` multiplies the sum.
+    """
     if t.dtype == tl.uint8:
         wide = t.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)

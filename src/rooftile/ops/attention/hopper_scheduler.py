@@ -1,4 +1,4 @@
-"""Where the tiles of the Hopper forward are: a program's count of them, and of each its sequence, head and rows."""
+"""The tile scheduler of the Hopper forward: how many tiles a CTA has, and the sequence, head and rows of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def count_tiles(size, T: gl.constexpr):
 
 
 @gluon.jit
-def place(i, size, limits, order, T: gl.constexpr):
+def tile_at(i, size, limits, order, T: gl.constexpr):
     """This CTA's tile i: its sequence, head and first query, and the range [begin, end) of blocks of keys that it sees.
 
     The range is never empty, so that all tiles take the same path. The sequence is its index in the batch, or, packed,
@@ -34,7 +34,7 @@ def place(i, size, limits, order, T: gl.constexpr):
         head, row, begin, end, end_q, n_q, end_k, n_k = tile
         return (end_q, n_q, end_k, n_k), head, row, begin, end
     else:
-        return _place_in_batch(i, size, limits, order, T)
+        return _tile_in_batch(i, size, limits, order, T)
 
 
 @gluon.jit
@@ -47,8 +47,8 @@ def first_row(row, mine: gl.constexpr, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _place_in_batch(i, size, limits, order, T: gl.constexpr):
-    """`place` where a formula of i says it."""
+def _tile_in_batch(i, size, limits, order, T: gl.constexpr):
+    """`tile_at` where a formula of i says it."""
     _tiles, heads, n_q, n_k = size
     left, right = limits
     blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
