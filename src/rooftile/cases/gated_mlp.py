@@ -108,11 +108,11 @@ CASES = (
             ),
             "edge": tuple(_point(m, k, n, out, bias=m == 65) for m, k, n, out in _EDGE),
             "llm": (_point(2048, 4096, 14336),),
-            # Llama-3.2-1B, Gemma-3-1B, Qwen3-8B and Llama-3-8B
+            # Qwen3-0.6B, Llama-3.2-1B, Gemma-3-1B and Llama-3-8B
             "training": (
+                _point(16384, 1024, 3072),
                 _point(16384, 2048, 8192),
                 _point(8192, 1152, 6912, activation="gelu_tanh"),
-                _point(8192, 4096, 12288),
                 _point(8192, 4096, 14336),
             ),
         },
