@@ -52,7 +52,7 @@ def calls(case, device, points=None):
 
 # As PyTorch's own products, these cast what they are given under autocast: test_matmul.py.
 PRODUCTS = (
-    "matmul", "linear", "gated_linear", "lora_linear", "linear_cross_entropy", "linear_jsd", "linear_kl",
+    "matmul", "linear", "gated_linear", "gated_mlp", "lora_linear", "linear_cross_entropy", "linear_jsd", "linear_kl",
     "rms_norm_linear", "rms_norm_gated_linear", "attention", "attention_varlen",
 )  # fmt: skip
 OF_VALUES = ("test_schema", "test_faketensor")

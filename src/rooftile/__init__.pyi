@@ -46,6 +46,7 @@ from rooftile.ops.gated import silu_mul as silu_mul
 from rooftile.ops.gated import silu_mul_packed as silu_mul_packed
 from rooftile.ops.gemm.config import GemmConfig as GemmConfig
 from rooftile.ops.gemm.fp8_linear import fp8_linear as fp8_linear
+from rooftile.ops.gemm.gated_mlp import gated_mlp as gated_mlp
 from rooftile.ops.gemm.linear import gated_linear as gated_linear
 from rooftile.ops.gemm.linear import linear as linear
 from rooftile.ops.gemm.lora_linear import lora_linear as lora_linear

@@ -87,6 +87,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         f"bench fp8_linear int8_linear fp8_weight_linear int4_linear {_MODELS} {_BOTH} --suite matmul",
         f"bench matmul --set gemm --direction forward {_BOTH} --suite matmul",
         f"bench lora_linear --set llm --direction forward {_BOTH} --suite matmul",
+        f"bench gated_mlp --set training --direction forward+backward {_BOTH} --suite matmul",
     ),
     "matmul-backward": (
         "bench linear gated_linear matmul rms_norm_linear lora_linear --set llm --direction backward "

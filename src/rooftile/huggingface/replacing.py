@@ -33,6 +33,7 @@ from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
 from rooftile.ops.gemm.config import Activation as ActivationName
+from rooftile.ops.gemm.gated_mlp import gated_mlp_op
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
@@ -326,12 +327,9 @@ def joint_gated(cls: type[nn.Module], ops: Activation) -> dict[str, Callable[...
 
     def gated_mlp(act: nn.Module, gate: Any, up: Any, down: Any, x: Tensor) -> Tensor:
         if is_plain(act, cls) and torch.is_grad_enabled() and not is_compiling() and is_replaced(down):
-            found = _one_gemm((gate, up), x, "")
-            if found is not None:
-                gate_up, weight, bias = found[0], down.weight, down.bias
-                if gate_up.requires_grad and takes(gate_up, weight, bias) and not _is_any_autocast():
-                    return _GatedLinear.apply(gate_up, weight, bias, ops.name)
-                return down(_GATES[ops.name](gate_up))
+            y = _trained_mlp(gate, up, down, x, ops.name)
+            if y is not None:
+                return y
         return down(gated_gemm(act, gate, up, x))
 
     def gated_gemm_packed(act: nn.Module, gate_up: Any, x: Tensor) -> Tensor:
@@ -363,6 +361,20 @@ def _one_gemm(layers: tuple[Any, ...], x: Tensor, gate: str) -> tuple[Tensor, li
             return _of_one(x, weight, bias, gate), weights
         y = _JointLinear.apply(x, len(weights), *weights, *biases)
     return (_GATES[gate](y) if gate and keep else y), weights
+
+
+def _trained_mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str) -> Tensor | None:
+    """`down(act(gate(x)) * up(x))` by one op, where a gradient reaches the gate; else None."""
+    found = None if _is_any_autocast() else _gathered((gate, up), x)
+    weight, bias = down.weight, down.bias
+    if found is None or not takes(x, weight, bias):
+        return None
+    weights, biases = found
+    if len(biases) == 1 or _joined(weights, biases)[0] is None:
+        return None
+    if not any(t.requires_grad for t in (x, *weights, *biases)):
+        return None
+    return _GatedMLP.apply(x, activation, *weights, weight, *(biases or (None, None)), bias)
 
 
 _Gathered = tuple[list[Tensor], list[Tensor]]
@@ -496,35 +508,42 @@ class _JointLinear(torch.autograd.Function):
         return dx, None, *dws, *dbs
 
 
-class _GatedLinear(torch.autograd.Function):
-    """`linear(act(g) * u, weight, bias)` of `gate_up = [g | u]`. `act(g) * u` is not kept: the backward of the gate
-    computes it again, in the kernel that has read g and u."""
+class _GatedMLP(torch.autograd.Function):
+    """`rooftile.gated_mlp` of x and the layers' own parameters. These are kept for the backward, and gate_up."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
-        ctx.gate = gate
-        ctx.save_for_backward(gate_up, weight, bias)
-        return linear(_GATES[gate](gate_up), weight, bias)
+    def forward(ctx: Any, x: Tensor, activation: str, *parameters: Tensor | None) -> Tensor:
+        ctx.activation = activation
+        (weight, bias), down_weight, down_bias = _of_gates(parameters), parameters[2], parameters[5]
+        y, gate_up = gated_mlp_op(x, weight, down_weight, bias, down_bias, activation, "ieee", True)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:4]) else None, gate_up, *parameters)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gate_up, weight, bias = ctx.saved_tensors
-        needs_gate, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        of_linear, ops = torch.ops.rooftile.linear_backward, torch.ops.rooftile
-        of_gate = ops.silu_mul_packed_backward if ctx.gate == "silu" else ops.gelu_mul_packed_backward
-        dgate_up = dweight = dbias = h = None
-        if needs_gate or needs_weight:
-            dh = of_linear(dy, None, weight, None, "ieee")[0]
-            dgate_up, h = of_gate(dh, gate_up, ctx.gate, needs_weight)
-        if needs_weight or needs_bias:
-            _, dweight, dbias = of_linear(dy, h if needs_weight else None, None, bias if needs_bias else None, "ieee")
-        return (
-            dgate_up if needs_gate else None,
-            dweight if needs_weight else None,
-            dbias if needs_bias else None,
-            None,
+        x, gate_up, *parameters = ctx.saved_tensors
+        (weight, bias), down_weight, down_bias = _of_gates(parameters), parameters[2], parameters[5]
+        of_x, _, of_gate, of_up, of_down, of_gate_bias, of_up_bias, of_down_bias = ctx.needs_input_grad
+        needs = [of_x, of_gate or of_up, of_down, of_gate_bias or of_up_bias, of_down_bias]
+        dx, dweight, ddown, dbias, ddown_bias = torch.ops.rooftile.gated_mlp_backward(
+            dy, x, weight, down_weight, gate_up, bias, down_bias, ctx.activation, "ieee", needs
         )
+        dgate, dup = dweight.chunk(2)
+        dgate_bias, dup_bias = dbias.chunk(2)
+        found = (dx, None, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias)
+        return tuple(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=True))
+
+
+def _of_gates(parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of gate and up together: views, or copies where they were moved since the forward."""
+    gate, up, _, gate_bias, up_bias, _ = parameters
+    weight = joined((gate, up))  # type: ignore[arg-type]
+    weight = torch.cat((gate, up)) if weight is None else weight  # type: ignore[arg-type]
+    if gate_bias is None or up_bias is None:
+        return weight, None
+    bias = joined((gate_bias, up_bias))
+    return weight, torch.cat((gate_bias, up_bias)) if bias is None else bias
 
 
 # In the graphs of torch.compile. A namespace of their own: these are parts of `patch`, not ops for anybody's use.

@@ -18,8 +18,9 @@ accumulators, which are multiplied one after another (`HopperTiling`).
 A sum can continue over a second pair of operands (`more_x`, `more_w`), such as the factors of a LoRA adapter: the
 producer loads their steps after those of x and w, in the same tiles, and the consumers see only more steps.
 
-The residual comes through the same ring: after a tile's last step the producer loads it into slots of its own, `chunk`
-columns a slot, in the place of x. So it is being loaded while the mainloop ends.
+What the epilogue reads, a residual or gate and up, comes through the same ring: after a tile's last step the producer
+loads it into slots of its own, `chunk` columns a slot, in the place of x. So it is being loaded while the mainloop
+ends.
 
 The consumers share each tile (cooperative), or two of them take the CTA's tiles in turn (`pingpong`), so that the
 epilogue of one overlaps the mainloop of the other. Then each skips the slots of the other's tiles, and
@@ -28,7 +29,7 @@ epilogue of one overlaps the mainloop of the other. Then each skips the slots of
 
 keeps their mainloops apart. It is needed for more than speed: a parity tells a round of the ring from the previous one,
 not from the one before that, so no slot may be waited for before the bytes of its previous round have landed. The
-consumer that arrives has seen all slots of its tile land, those of the residual too.
+consumer that arrives has seen all slots of its tile land, also those that its epilogue reads.
 
 The fp8 kernel of float32 sums (hopper_fp8.py) shares the producer, the ring and the tiling.
 """
@@ -48,9 +49,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rooftile import launching, library, runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import Descriptor
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem, Start
+from rooftile.ops.gemm.hopper_epilogue import finish, write_chunk
 from rooftile.ops.gemm.parts import grouped_tile
-from rooftile.primitives.activations import activate
-from rooftile.primitives.gluon import async_load, async_store, next_slot, split_columns, view_as
+from rooftile.primitives.gluon import async_load, next_slot, split_columns, view_as
 from rooftile.quantize import BLOCK
 
 import triton.experimental.gluon.language as gl  # isort: skip
@@ -96,6 +97,9 @@ class HopperTiling:
         group_m: rows of tiles that are walked together, see `parts.grouped_tile`.
         pingpong: every consumer has tiles of its own; otherwise all consumers share one, each `rows` rows of it.
         x_scale, w_scale: what shares a scale of fp8 operands; "" for 16-bit ones.
+        reads: tensors of the output's shape that the epilogue reads: 1 is a residual, 2 are gate and up (see
+            `hopper_epilogue.finish`).
+        outputs: tensors that it writes.
     """
 
     rows: int
@@ -113,6 +117,8 @@ class HopperTiling:
     pingpong: bool = False
     x_scale: str = ""
     w_scale: str = ""
+    reads: int = 0
+    outputs: int = 1
 
     @property
     def sharing(self) -> int:
@@ -174,6 +180,16 @@ class HopperTiling:
     @property
     def chunks(self) -> int:
         return self.cols // self.chunk
+
+    @property
+    def read_slots(self) -> int:
+        """Slots of the ring for what a tile's epilogue reads."""
+        return self.reads * self.chunks
+
+    @property
+    def writes(self) -> int:
+        """Chunks that a tile's epilogue writes."""
+        return self.outputs * self.chunks
 
     @property
     def x_block(self) -> list[int]:
@@ -302,9 +318,21 @@ def _load_step(x_desc, w_desc, ring, slot, parity, row, col, n, at, T: gl.conste
 
 
 @gluon.jit
-def produce(x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T: gl.constexpr):
-    """The producer: keep the ring full."""
+def _load_read(desc, ring, slot, parity, row, col, T: gl.constexpr):
+    """Start the loads of a chunk that the epilogue reads, into the place of x; the next slot and its parity."""
     x_ring, _, ready, free, _ = ring
+    bar = ready.index(slot)
+    mbarrier.wait(free.index(slot), parity ^ 1)
+    mbarrier.expect(bar, T.sharing * desc.block_type.nbytes)
+    for j in gl.static_range(gl.constexpr(T.sharing)):
+        to = view_as(x_ring.index(slot * T.sharing + j), gl.constexpr(T.out_block), desc)
+        async_load(desc, [row + j * T.rows, col], bar, to)
+    return advance(slot, parity, T)
+
+
+@gluon.jit
+def produce(x_desc, w_desc, read_desc, read_up_desc, more_x_desc, more_w_desc, ring, size, T: gl.constexpr):
+    """The producer: keep the ring full."""
     n = size[1]
     slot = 0
     parity = 0
@@ -318,16 +346,11 @@ def produce(x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size,
             for step in range(more_steps(more_x_desc, T)):
                 _load_step(more_x_desc, more_w_desc, ring, slot, parity, row, col, n, step * T.block_k, T)
                 slot, parity = advance(slot, parity, T)
-        if residual_desc is not None:
+        if T.reads > 0:
             for chunk in range(T.chunks):
-                bar = ready.index(slot)
-                mbarrier.wait(free.index(slot), parity ^ 1)
-                mbarrier.expect(bar, T.sharing * residual_desc.block_type.nbytes)
-                for j in gl.static_range(gl.constexpr(T.sharing)):
-                    to = x_ring.index(slot * T.sharing + j)
-                    to = view_as(to, gl.constexpr(T.out_block), residual_desc)
-                    async_load(residual_desc, [row + j * T.rows, col + chunk * T.chunk], bar, to)
-                slot, parity = advance(slot, parity, T)
+                slot, parity = _load_read(read_desc, ring, slot, parity, row, col + chunk * T.chunk, T)
+                if T.reads == 2:
+                    slot, parity = _load_read(read_up_desc, ring, slot, parity, row, col + chunk * T.chunk, T)
 
 
 @gluon.jit
@@ -364,49 +387,20 @@ def _chunks(sums, T: gl.constexpr):
 
 
 @gluon.jit
-def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
-    cols = col + gl.arange(0, T.chunk, layout=gl.SliceLayout(0, T.part))
-    bias = gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)
-    return z + bias[None, :]
+def _read(ring, slot, parity, like, lane: gl.constexpr, T: gl.constexpr):
+    """A chunk that the epilogue reads, in float32; its slot is free then. And the next slot and its parity."""
+    x_ring, _, ready, free, _ = ring
+    mbarrier.wait(ready.index(slot), parity)
+    memory = view_as(x_ring.index(slot * T.sharing + lane), gl.constexpr(T.out_block), like)
+    chunk = memory.load(T.part).to(gl.float32)
+    fence_async_shared()  # it has been read before TMA writes the slot again
+    mbarrier.arrive(free.index(slot), count=1)
+    slot, parity = advance(slot, parity, T)
+    return chunk, slot, parity
 
 
 @gluon.jit
-def write_chunk(z, out, out_desc, row, col, j: gl.constexpr, T: gl.constexpr):
-    """Write chunk j of the output from the buffer `out`.
-
-    If the buffers don't divide the chunks, a tile's first chunk takes the buffer of the previous tile's last one, whose
-    store may still read it.
-    """
-    if j == 0 and T.chunks % T.out_buffers != 0:
-        tma.store_wait(0)
-    else:
-        tma.store_wait(T.out_buffers - 1)
-    out.store(z.to(out_desc.dtype))
-    fence_async_shared()  # makes it visible to TMA
-    async_store(out_desc, [row, col], out)
-
-
-@gluon.jit
-def _finish(z, z_gate, residual, out, out_desc, bias_ptr, row, col, n, j: gl.constexpr, T: gl.constexpr):
-    """The epilogue of a chunk: z, and z_gate for a gated GEMM."""
-    if bias_ptr is not None:
-        z = _add_bias(z, bias_ptr + n if T.gated else bias_ptr, col, n, T)
-    if T.gated:
-        if bias_ptr is not None:
-            z_gate = _add_bias(z_gate, bias_ptr, col, n, T)
-        z = activate(z_gate, gl.constexpr(T.activation)) * z
-    elif T.activation != "":
-        z = activate(z, gl.constexpr(T.activation))
-    if residual is not None:
-        z += residual.load(T.part).to(gl.float32)
-    write_chunk(z, out, out_desc, row, col, j, T)
-
-
-@gluon.jit
-def _consume(
-    out_desc, bias_ptr, more_x_desc, out_ring, ring, size, mine: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    T: gl.constexpr,
-):  # fmt: skip
+def _consume(out_descs, bias_ptr, more_x_desc, out_ring, ring, size, mine: gl.constexpr, T: gl.constexpr):
     """Consumer `mine`: mainloop and epilogue of its rows of every tile; with pingpong, of every other tile."""
     x_ring, w_rings, ready, free, order = ring
     n = size[1]
@@ -414,7 +408,6 @@ def _consume(
     if more_x_desc is not None:
         steps += more_steps(more_x_desc, T)
     LANE: gl.constexpr = 0 if T.pingpong else mine
-    SLOTS: gl.constexpr = T.chunks if HAS_RESIDUAL else 0
     UP: gl.constexpr = T.chunks if T.gated else 0  # where the columns of up begin, in chunks
     sums = ()
     for i in gl.static_range(gl.constexpr(T.n_sums)):
@@ -423,7 +416,7 @@ def _consume(
     parity = 0
     turn = 1 - mine  # the parity for which consumer 0's first wait passes
     if T.pingpong and mine > 0:
-        slot, parity = _skip(slot, parity, steps + SLOTS, T)
+        slot, parity = _skip(slot, parity, steps + T.read_slots, T)
     for i in range(mine - LANE, count_tiles(size, T), 2 if T.pingpong else 1):
         row, col = corner(i, size, T)
         if T.pingpong:
@@ -440,9 +433,9 @@ def _consume(
             sums = _multiply(sums, x_ring, w_rings, slot, True, LANE, T)
             sums = _wait(sums, 1, T)
             mbarrier.arrive(free.index(before), count=1)
-        if T.pingpong:  # the other's mainloop may begin once the residual has landed too: see `order` above
+        if T.pingpong:  # the other's mainloop may begin once what the epilogue reads has landed too: see `order` above
             later, later_parity = slot, parity
-            for _ in gl.static_range(SLOTS):
+            for _ in gl.static_range(gl.constexpr(T.read_slots)):
                 later, later_parity = advance(later, later_parity, T)
                 mbarrier.wait(ready.index(later), later_parity)
             mbarrier.arrive(order.index(1 - mine), count=1)
@@ -452,21 +445,20 @@ def _consume(
 
         chunks = _chunks(sums, T)
         for j in gl.static_range(gl.constexpr(T.chunks)):
-            residual = None
-            if HAS_RESIDUAL:
-                mbarrier.wait(ready.index(slot), parity)
-                residual = x_ring.index(slot * T.sharing + LANE)
-                residual = view_as(residual, gl.constexpr(T.out_block), out_desc)
+            read = None
+            read_up = None
+            if T.reads > 0:
+                read, slot, parity = _read(ring, slot, parity, out_descs[0], LANE, T)
+            if T.reads == 2:
+                read_up, slot, parity = _read(ring, slot, parity, out_descs[0], LANE, T)
             z = gl.convert_layout(chunks[UP + j], T.part)
             z_gate = gl.convert_layout(chunks[j], T.part)
-            out = out_ring.index(mine * T.out_buffers + j % T.out_buffers)
-            _finish(z, z_gate, residual, out, out_desc, bias_ptr, row + LANE * T.rows, col + j * T.chunk, n, j, T)
-            if HAS_RESIDUAL:
-                fence_async_shared()  # the residual has been read before TMA writes the slot again
-                mbarrier.arrive(free.index(slot), count=1)
-                slot, parity = advance(slot, parity, T)
+            to = [row + LANE * T.rows, col + j * T.chunk]
+            results = finish(z, z_gate, read, read_up, bias_ptr, to[1], n, T)
+            for k in gl.static_range(gl.constexpr(T.outputs)):
+                write_chunk(results[k], out_ring, out_descs[k], to[0], to[1], j * T.outputs + k, mine, T)
         if T.pingpong:
-            slot, parity = _skip(slot, parity, steps + SLOTS, T)
+            slot, parity = _skip(slot, parity, steps + T.read_slots, T)
     tma.store_wait(0)
 
 
@@ -494,19 +486,22 @@ def allocate(x_desc, w_desc, out_desc, T: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize_on_alignment=["bias_ptr"])
-def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, more_x_desc, more_w_desc, bias_ptr, T: gl.constexpr):
+def hopper_gemm(
+    x_desc, w_desc, out_desc, read_desc, more_x_desc, more_w_desc, bias_ptr, read_up_desc, out_second_desc,
+    out_third_desc, T: gl.constexpr,
+):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k] + sum over r of more_x[m, r] * more_w[n, r], and the epilogue.
 
     The first function of `warp_specialize` runs in the launched 4 warps. Its lists have the warps and registers of the
     others.
     """
     ring, out_ring, size = allocate(x_desc, w_desc, out_desc, T)
-    HAS_RESIDUAL: gl.constexpr = residual_desc is not None
+    out_descs = (out_desc, out_second_desc, out_third_desc)
     if T.consumers == 1:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (produce, (x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T)),
+                (_consume, (out_descs, bias_ptr, more_x_desc, out_ring, ring, size, 0, T)),
+                (produce, (x_desc, w_desc, read_desc, read_up_desc, more_x_desc, more_w_desc, ring, size, T)),
             ],
             [1],
             [24],
@@ -514,9 +509,9 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, more_x_desc, more_w_des
     elif T.consumers == 2:
         gl.warp_specialize(
             [
-                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
-                (produce, (x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T)),
+                (_consume, (out_descs, bias_ptr, more_x_desc, out_ring, ring, size, 0, T)),
+                (_consume, (out_descs, bias_ptr, more_x_desc, out_ring, ring, size, 1, T)),
+                (produce, (x_desc, w_desc, read_desc, read_up_desc, more_x_desc, more_w_desc, ring, size, T)),
             ],
             [4, 1],
             [240, 24],
@@ -525,10 +520,10 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, more_x_desc, more_w_des
         gl.static_assert(T.consumers == 3)
         gl.warp_specialize(
             [
-                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 0, HAS_RESIDUAL, T)),
-                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 1, HAS_RESIDUAL, T)),
-                (_consume, (out_desc, bias_ptr, more_x_desc, out_ring, ring, size, 2, HAS_RESIDUAL, T)),
-                (produce, (x_desc, w_desc, residual_desc, more_x_desc, more_w_desc, ring, size, T)),
+                (_consume, (out_descs, bias_ptr, more_x_desc, out_ring, ring, size, 0, T)),
+                (_consume, (out_descs, bias_ptr, more_x_desc, out_ring, ring, size, 1, T)),
+                (_consume, (out_descs, bias_ptr, more_x_desc, out_ring, ring, size, 2, T)),
+                (produce, (x_desc, w_desc, read_desc, read_up_desc, more_x_desc, more_w_desc, ring, size, T)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -538,7 +533,7 @@ def hopper_gemm(x_desc, w_desc, out_desc, residual_desc, more_x_desc, more_w_des
 @functools.cache
 def tiling_of(
     c: GemmConfig, x_k: bool, w_k: bool, gated: bool, activation: str, x_kind: str, w_kind: str, out_size: int,
-    limit: int,
+    limit: int, reads: int = 0, outputs: int = 1,
 ) -> HopperTiling:  # fmt: skip
     """What the kernel is compiled for. The output is written by 128 bytes a row at a time, of two at once if both fit.
 
@@ -554,7 +549,7 @@ def tiling_of(
     def tiling(out_buffers: int) -> HopperTiling:
         return HopperTiling(
             rows, c.block_n, c.block_k, chunk, consumers, c.num_stages, out_buffers, c.group_m,
-            x_k, w_k, gated, activation, pingpong, x_kind, w_kind,
+            x_k, w_k, gated, activation, pingpong, x_kind, w_kind, reads, outputs,
         )  # fmt: skip
 
     return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
@@ -604,7 +599,7 @@ def can_implement(p: Problem, c: GemmConfig, target: runtime.Target) -> str | No
     return memory_reason(t, p, c, target)
 
 
-def _along_k(t: Tensor) -> bool:
+def along_k(t: Tensor) -> bool:
     return t.stride(1) == 1 or t.shape[1] == 1
 
 
@@ -642,7 +637,8 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
     if isinstance(o.x, FunctionalTensor):
         raise launching.Untraceable("TMA descriptors")
     limit = runtime.target(o.w.device).shared_memory
-    t = tiling_of(c, _along_k(o.x), _along_k(o.w), o.gated, o.activation, "", "", 2, limit)
+    reads = 0 if o.residual is None else 1
+    t = tiling_of(c, along_k(o.x), along_k(o.w), o.gated, o.activation, "", "", 2, limit, reads)
     descriptors = {}
     copies = o.residual is not None and launching.describe(o.residual, tuple(t.out_block)) is None
     if o.residual is not None:
@@ -660,6 +656,6 @@ def prepare(o: Operands, c: GemmConfig) -> Start:
         if copies:
             assert residual is not None
             residual = residual.clone(memory_format=torch.contiguous_format)
-        start(x, w, out, residual, more_x, more_w, bias)
+        start(x, w, out, residual, more_x, more_w, bias, None, None, None)
 
     return run

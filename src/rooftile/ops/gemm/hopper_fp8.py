@@ -29,8 +29,8 @@ from rooftile.ops.gemm.hopper import (
     memory_reason,
     produce,
     tiling_of,
-    write_chunk,
 )
+from rooftile.ops.gemm.hopper_epilogue import write_chunk
 from rooftile.primitives.gluon import split_columns
 from rooftile.quantize import BLOCK
 
@@ -192,12 +192,11 @@ def _consume_fp8(out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size,
         for h in gl.static_range(gl.constexpr(T.n_sums)):
             parts = split_columns(low if h == 0 else high, CHUNKS)
             for j in gl.static_range(CHUNKS):
-                out = out_ring.index(mine * T.out_buffers + (h * CHUNKS + j) % T.out_buffers)
                 at = col + h * T.piece + j * T.chunk
                 z = gl.convert_layout(parts[j], T.part)
                 if residual_ptr is not None:
                     z = _add_residual(z, residual_ptr, row, at, size, T)
-                write_chunk(z, out, out_desc, row, at, h * CHUNKS + j, T)
+                write_chunk(z, out_ring, out_desc, row, at, h * CHUNKS + j, mine, T)
     tma.store_wait(0)
 
 
@@ -218,7 +217,7 @@ def hopper_gemm_fp8(
             [
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
-                (produce, (x_desc, w_desc, None, None, None, ring, size, T)),
+                (produce, (x_desc, w_desc, None, None, None, None, ring, size, T)),
             ],
             [4, 1],
             [240, 24],
@@ -230,7 +229,7 @@ def hopper_gemm_fp8(
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 0, T)),
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 1, T)),
                 (_consume_fp8, (out_desc, scales, bias_ptr, residual_ptr, out_ring, ring, size, 2, T)),
-                (produce, (x_desc, w_desc, None, None, None, ring, size, T)),
+                (produce, (x_desc, w_desc, None, None, None, None, ring, size, T)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -1,0 +1,348 @@
+"""`gated_mlp`: the MLP of a Llama and its gradients, with the gate in the epilogues of GEMMs in both directions.
+
+    [g | u] = x @ gate_up_weight^T + gate_up_bias,   h = act(g) * u,   y = h @ down_weight^T + down_bias
+
+    dh = dy @ down_weight,   dg = dh * u * act'(g),   du = dh * act(g),   ddown_weight = dy^T @ h
+    dx = [dg | du] @ gate_up_weight,   dgate_up_weight = [dg | du]^T @ x
+
+g and u are kept for the backward, in x's dtype; h is not: the GEMM that makes dh reads g and u in its epilogue, where
+it computes h again. So g and u, the largest tensors of a layer, are written once and read once, and dh is never
+written. Where `hopper_gates` does not run, the gate and its backward are kernels of their own (`ops/gated.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import library, runtime
+from rooftile.ops.gemm import dispatch, hopper_gates
+from rooftile.ops.gemm.column_sum import column_sum
+from rooftile.ops.gemm.config import Activation, Operands, Precision, Start
+from rooftile.ops.gemm.dispatch import View, as_rows
+from rooftile.ops.gemm.linear import gate
+from rooftile.primitives.activations import check_activation
+
+_OP = "gated_mlp"
+
+
+def _check(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, precision: str,
+) -> tuple[tuple[int, ...], int]:  # fmt: skip
+    """The shape of y, and N."""
+    library.check_floating(
+        _OP, x=x, gate_up_weight=gate_up_weight, down_weight=down_weight, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+    dispatch.check_precision(_OP, precision)
+    check_activation(_OP, activation)
+    if x.dim() == 0:
+        raise ValueError(f"{_OP}: x has shape (), expected at least one dimension")
+    for name, weight in (("gate_up_weight", gate_up_weight), ("down_weight", down_weight)):
+        dispatch.check_dtype(_OP, name, weight, "x", x)
+    k = x.shape[-1]
+    if gate_up_weight.dim() != 2 or gate_up_weight.shape[1] != k or gate_up_weight.shape[0] % 2:
+        raise ValueError(
+            f"{_OP}: gate_up_weight has shape {tuple(gate_up_weight.shape)}, expected (2N, {k}), [gate | up], to match "
+            "x's last dimension"
+        )
+    n = gate_up_weight.shape[0] // 2
+    if down_weight.dim() != 2 or down_weight.shape[1] != n:
+        raise ValueError(
+            f"{_OP}: down_weight has shape {tuple(down_weight.shape)}, expected (rows, {n}) to match gate_up_weight"
+        )
+    for name, bias, rows in (("gate_up_bias", gate_up_bias, 2 * n), ("down_bias", down_bias, down_weight.shape[0])):
+        if bias is not None and bias.shape != (rows,):
+            raise ValueError(f"{_OP}: {name} has shape {tuple(bias.shape)}, expected ({rows},)")
+        if bias is not None and bias.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{_OP}: {name} has dtype {bias.dtype}, expected {library.or_float32(x)}")
+    return (*x.shape[:-1], down_weight.shape[0]), n
+
+
+def _bind_gates(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n: int, activation: str, precision: str, keeps: bool
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """The launches for x, gate_up_weight and gate_up_bias; they return h `(M, N)` and gate_up `(M, 2N)` if it is kept.
+
+    gate_up is empty otherwise.
+    """
+    copies: library.Copies = {}
+    rows, bias = dispatch.rows_of(x, copies, 0), dispatch.contiguous(bias, copies, 3)
+    m, dtype, device = rows.shape[0], x.dtype, x.device
+    o = Operands(rows, weight, dispatch.like(x, (m, n)), bias, activation=activation, gated=True, precision=precision)
+    c = dispatch.chosen(_OP, dispatch.problem_of(o), weight.device)
+    fused = c is not None and c.kernel == "hopper"
+    if not keeps:
+        start = dispatch.bind(_OP, o)
+    elif fused:
+        start = hopper_gates.prepare_forward(o, c)  # type: ignore[arg-type]
+    else:
+        start = dispatch.bind(_OP, dataclasses.replace(o, out=dispatch.like(x, (m, 2 * n)), activation="", gated=False))
+    start = library.copying(start, copies)
+    rest = (None,) * 4
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        gate_up = torch.empty((m, 2 * n) if keeps else (0,), dtype=dtype, device=device)
+        if keeps and not fused:
+            start(x, weight, gate_up, bias, *rest)
+            return gate(gate_up, activation), gate_up
+        h = torch.empty((m, n), dtype=dtype, device=device)
+        start(x, weight, h, bias, *((gate_up,) if keeps else rest))
+        return h, gate_up
+
+    return run
+
+
+def _prepare(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, precision: str, keeps: bool,
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    dispatch.refuse_symbols(*x.shape, *gate_up_weight.shape, *down_weight.shape)
+    shape, n = _check(x, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, precision)
+    strides, dtype, device, m = library.contiguous_strides(shape), x.dtype, x.device, math.prod(shape[:-1])
+    gates = _bind_gates(x, gate_up_weight, gate_up_bias, n, activation, precision, keeps) if m and n else None
+    kept_shape = (m, 2 * n) if keeps else (0,)
+    of_y: Start = library.start_nothing
+    if m and shape[-1]:
+        copies: library.Copies = {}
+        bias = dispatch.contiguous(down_bias, copies, 3)
+        o = Operands(dispatch.like(x, (m, n)), down_weight, dispatch.like(x, (m, shape[-1])), bias, precision=precision)
+        of_y = library.copying(dispatch.bind(_OP, o), copies)
+
+    def run(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+        *_: object,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if gates is None:
+            h, gate_up = (torch.empty(shape, dtype=dtype, device=device) for shape in ((m, n), kept_shape))
+        else:
+            h, gate_up = gates(x, gate_up_weight, gate_up_bias)
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        of_y(h, down_weight, y, down_bias, None, None, None, None)
+        return y, gate_up
+
+    return run
+
+
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *given, keeps = rest
+    shape, n = _check(x, *given)
+    gate_up = (math.prod(shape[:-1]), 2 * n) if keeps else (0,)
+    return torch.empty(shape, dtype=x.dtype, device=x.device), torch.empty(gate_up, dtype=x.dtype, device=x.device)
+
+
+def _gradients(
+    dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, activation: str, precision: str, needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Memory for them; one that is not asked for is empty."""
+    op = f"{_OP}_backward"
+    library.check_floating(
+        op, dy=dy, x=x, gate_up_weight=gate_up_weight, down_weight=down_weight, gate_up=gate_up,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
+    m, k, n = math.prod(dy.shape[:-1]), dy.shape[-1], gate_up.shape[-1] // 2
+    needs_dx, needs_dgates, needs_ddown, needs_dgate_bias, needs_ddown_bias = needs
+    for name, tensor, shape, needed in (
+        ("x", x, None, needs_dgates),
+        ("gate_up_weight", gate_up_weight, None, needs_dx),
+        ("down_weight", down_weight, (k, n), needs_dx or needs_dgates or needs_dgate_bias),
+        ("gate_up", gate_up, (m, 2 * n), True),
+        ("gate_up_bias", gate_up_bias, (2 * n,), needs_dgate_bias),
+        ("down_bias", down_bias, (k,), needs_ddown_bias),
+    ):
+        if tensor is None and needed:
+            raise ValueError(f"{op}: {name} is None, expected a tensor: a gradient that is asked for needs it")
+        if tensor is not None and shape is not None and tensor.shape != shape:
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+
+    def memory(needed: bool, *shape: int, dtype: torch.dtype = dy.dtype) -> Tensor:
+        return torch.empty(shape if needed else (0,), dtype=dtype, device=dy.device)
+
+    return (
+        memory(needs_dx, *dy.shape[:-1], 0 if gate_up_weight is None else gate_up_weight.shape[1]),
+        memory(needs_dgates, 2 * n, 0 if x is None else x.shape[-1]),
+        memory(needs_ddown, k, n),
+        memory(needs_dgate_bias, 2 * n, dtype=dy.dtype if gate_up_bias is None else gate_up_bias.dtype),
+        memory(needs_ddown_bias, k, dtype=dy.dtype if down_bias is None else down_bias.dtype),
+    )
+
+
+def _bind_dgates(
+    dy: Tensor, down_weight: Tensor, n: int, activation: str, precision: str, needs_h: bool
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
+    """The launches for dy, down_weight and gate_up; they return its gradient, and h if it is needed."""
+    copies: library.Copies = {}
+    rows = dispatch.rows_of(dy, copies, 0)
+    m, dtype, device = rows.shape[0], dy.dtype, dy.device
+    o = Operands(rows, down_weight.mT, dispatch.like(dy, (m, n)), precision=precision)
+    c = hopper_gates.backward_config(dispatch.problem_of(o), runtime.target(device))
+    if c is not None:
+        half = dispatch.like(dy, (m, 2 * n))[:, :n]
+        fused = dataclasses.replace(o, out=half, activation=activation)
+        start = library.copying(hopper_gates.prepare_backward(fused, needs_h, c), copies)
+
+        def run(dy: Tensor, down_weight: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+            grad = torch.empty((m, 2 * n), dtype=dtype, device=device)
+            h = torch.empty((m, n), dtype=dtype, device=device) if needs_h else None
+            start(dy, down_weight, h, gate_up.contiguous(), grad)
+            return grad, h
+
+        return run
+    ops = torch.ops.rooftile
+    of_gate = ops.silu_mul_packed_backward if activation == "silu" else ops.gelu_mul_packed_backward
+    of_dh = dispatch.bind_views(f"{_OP}_backward", dy, down_weight, (as_rows, lambda w: w.mT), (m, n), dtype, precision)
+
+    def run_apart(dy: Tensor, down_weight: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        dh = torch.empty((m, n), dtype=dtype, device=device)
+        of_dh(dy, down_weight, dh, None, None, None, None, None)
+        return of_gate(dh, gate_up, activation, needs_h)
+
+    return run_apart
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return as_rows(t).mT
+
+
+def _prepare_backward(
+    dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, activation: str, precision: str, needs: Sequence[bool],
+) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
+    op = f"{_OP}_backward"
+    dispatch.refuse_symbols(*dy.shape)
+    found = _gradients(
+        dy, x, gate_up_weight, down_weight, gate_up, gate_up_bias, down_bias, activation, precision, needs
+    )
+    memory = [(g.shape, library.contiguous_strides(g.shape), g.dtype) for g in found]
+    device, dtype, m, n = dy.device, dy.dtype, math.prod(dy.shape[:-1]), gate_up.shape[-1] // 2
+    needs_h = needs[2]
+    of_gates = None
+    if down_weight is not None and gate_up.numel():
+        of_gates = _bind_dgates(dy, down_weight, n, activation, precision, needs_h)
+
+    def bound(x: Tensor | None, w: Tensor | None, views: tuple[View, View], shape: Sequence[int]) -> Start:
+        if x is None or w is None or not math.prod(shape):
+            return library.start_nothing
+        return dispatch.bind_views(op, x, w, views, shape, dtype, precision)
+
+    grad = gate_up.contiguous()  # here it stands for its gradient, and the first half of its memory for h
+    h = grad.view(-1)[: m * n].view(m, n)
+    dx_rows = (m, *found[0].shape[-1:]) if needs[0] else (0,)
+    of_dx = bound(grad, gate_up_weight, (as_rows, lambda w: w.mT), dx_rows)
+    of_dgates = bound(grad, x, (_transposed, _transposed), found[1].shape)
+    of_ddown = bound(dy, h, (_transposed, _transposed), found[2].shape)
+
+    def run(
+        dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
+        *_: object,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        dx, dgates, ddown, dgate_bias, ddown_bias = (
+            torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in memory
+        )
+        rest = (None,) * 5
+        h: Tensor | None
+        if of_gates is None or down_weight is None:
+            dgate_up, h = torch.empty_like(gate_up), gate(gate_up, activation) if needs_h else None
+        else:
+            dgate_up, h = of_gates(dy, down_weight, gate_up)
+        of_ddown(dy, h, ddown, *rest)
+        del h  # before the memory of other gradients is needed
+        of_dx(dgate_up, gate_up_weight, dx, *rest)
+        of_dgates(dgate_up, x, dgates, *rest)
+        if needs[3]:
+            column_sum(dgate_up, dgate_bias)
+        if needs[4]:
+            column_sum(as_rows(dy), ddown_bias)
+        return dx, dgates, ddown, dgate_bias, ddown_bias
+
+    return run
+
+
+_backward_op = library.define(
+    f"{_OP}_backward(Tensor dy, Tensor? x, Tensor? gate_up_weight, Tensor? down_weight, Tensor gate_up, "
+    "Tensor? gate_up_bias, Tensor? down_bias, str activation, str precision, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    prepare=_prepare_backward,
+    fake=_gradients,
+)
+
+
+def kept(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What the backward needs of these, for the gradients of the inputs that are asked for; None for the rest."""
+    needs_dgate_up = needs[0] or needs[1] or needs[3]
+    return (
+        x if needs[1] else None, gate_up_weight if needs[0] else None, down_weight if needs_dgate_up else None, gate_up,
+        gate_up_bias if needs[3] else None, down_bias if needs[4] else None,
+    )  # fmt: skip
+
+
+def _save(ctx, inputs, outputs) -> None:
+    x, gate_up_weight, down_weight, gate_up_bias, down_bias, ctx.activation, ctx.precision, keeps = inputs
+    assert keeps, "the backward needs gate_up"
+    ctx.mark_non_differentiable(outputs[1])
+    needs = ctx.needs_input_grad[1:6]
+    ctx.save_for_backward(*kept(x, gate_up_weight, down_weight, outputs[1], gate_up_bias, down_bias, needs))
+
+
+def _backward(ctx, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[1:6]
+    if dy is None:
+        return (None,) * 8
+    found = _backward_op(dy, *ctx.saved_tensors, ctx.activation, ctx.precision, list(needs))
+    return *(g if needed else None for g, needed in zip(found, needs, strict=True)), None, None, None
+
+
+gated_mlp_op = library.define(
+    f"{_OP}(Tensor x, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, "
+    "str activation, str precision, bool keeps) -> (Tensor, Tensor)",
+    prepare=_prepare,
+    fake=_fake,
+    autograd=library.Autograd(_save, _backward),
+)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    precision: Precision = "ieee",
+) -> Tensor:
+    """`(act(g) * u) @ down_weight^T + down_bias` of `[g | u] = x @ gate_up_weight^T + gate_up_bias`.
+
+    For a backward g and u are kept in x's dtype, and `h = act(g) * u` is computed again. h is rounded to x's dtype
+    before it is multiplied, in both directions.
+
+    Args:
+        x: `(..., K)`, float32, float16 or bfloat16.
+        gate_up_weight: `(2N, K)` of x's dtype: the rows of the gate first, as in `gated_linear`.
+        down_weight: `(R, N)` of x's dtype.
+        gate_up_bias: `(2N,)`, of x's dtype or float32.
+        down_bias: `(R,)`, of x's dtype or float32.
+        activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+        precision: as in `matmul`.
+
+    Returns:
+        `(..., R)` in x's dtype, contiguous. Under `torch.autocast` all tensors are cast to its dtype first.
+
+    Raises:
+        ValueError: a tensor does not have the shape above, activation or precision is unknown, a tensor is on the CPU
+            without the interpreter, or devices differ.
+        TypeError: dtypes differ, or are not one of the three.
+    """
+    tensors = (x, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    if dispatch.autocast_dtype(x) is not None:
+        tensors = dispatch.autocast(*tensors)  # type: ignore[assignment]
+    return gated_mlp_op(*tensors, activation, precision, dispatch.will_differentiate(*tensors))[0]
