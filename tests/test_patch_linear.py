@@ -94,7 +94,7 @@ def test_patched_model_computes_and_trains_the_same_and_undo_gives_it_back(title
     ("title", "expected"),
     [
         ("Llama", {"linear": 4, "gated_linear": 1}),  # qkv, o, down and the head
-        ("Phi-3", {"linear": 4, "gated_linear": 1}),
+        ("Phi-3", {"linear": 3, "gated_mlp": 1}),
         ("Granite", {"linear": 4, "gated_linear": 1}),
         ("T5 v1.1", {"linear": 3 * 3 + 2 + 1, "gated_linear": 2}),  # q, kv and o of three attentions
         ("BERT", {"linear": 6}),
@@ -105,10 +105,37 @@ def test_no_product_of_pytorch_is_left(title: str, expected: dict[str, int]) -> 
     given = inputs(model, tokens(6))[0]
     with rooftile.patch(model, linear=True, attention=True), torch.no_grad(), Ran() as ran:
         model(**given)
-    assert {op: ran.ops[f"rooftile::{op}"] for op in ("linear", "gated_linear")} == {"gated_linear": 0} | expected
+    found = {op: ran.ops[f"rooftile::{op}"] for op in ("linear", "gated_linear", "gated_mlp")}
+    assert found == {"gated_linear": 0, "gated_mlp": 0} | expected
     # What PyTorch multiplies beside is the angles of RoPE.
     assert ran.ops["aten::bmm"] <= 1
     assert not any(ran.ops[f"aten::{op}"] for op in ("mm", "addmm", "baddbmm", "linear", "matmul", "addmv"))
+
+
+@pytest.mark.parametrize("change", ["undone", "moved", "frozen gate", "frozen up", "frozen down", "recomputed"])
+def test_an_mlp_trains_as_before_whatever_changes(change: str) -> None:
+    """Between forward and backward the patch is undone, or weights move; or a weight is frozen; or checkpointing."""
+    model, ids = small("Llama"), tokens(6)
+    if change.startswith("frozen"):
+        model.model.layers[0].mlp.get_submodule(f"{change.split()[1]}_proj").requires_grad_(False)
+    _, _, expected = run(model, ids)
+    model.zero_grad()
+    if change == "recomputed":
+        model.gradient_checkpointing_enable()
+        model.train()
+    handle = rooftile.patch(model, linear=True)
+    with Ran() as ran:
+        loss = model(input_ids=ids, labels=ids).loss
+        if change == "undone":
+            handle.undo()
+        if change == "moved":
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.weight.data = layer.weight.data.clone()
+        loss.backward()
+    assert ran.ops["rooftile::gated_mlp"] == 1 + (change == "recomputed")
+    assert ran.ops["rooftile::gated_mlp_backward"] == 1
+    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
 
 
 def test_by_default_linear_layers_stay() -> None:

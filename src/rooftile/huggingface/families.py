@@ -391,8 +391,9 @@ def gated_gemms(activation: str, layers: tuple[str, ...], last: str) -> tuple[Ru
 H = self.{layers[0]}(X)
 GATE, UP = H.chunk(2, dim=-1)
 Y = UP * {act}(GATE)
+return self.{last}(Y)
 """,
-                f"Y = gated_gemm_packed({act}, self.{layers[0]}, X)",
+                f"return gated_mlp_packed({act}, self.{layers[0]}, self.{last}, X)",
             ),
         )
     gate, up = (f"self.{layer}" for layer in layers)

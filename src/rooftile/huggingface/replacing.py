@@ -32,8 +32,8 @@ from rooftile.library import FLOATS
 from rooftile.ops.add_rms_norm import add_rms_norm
 from rooftile.ops.bias_activation import bias_gelu, bias_silu
 from rooftile.ops.gated import gelu_mul, gelu_mul_packed, silu_mul, silu_mul_packed
+from rooftile.ops.gemm import gated_mlp as mlp
 from rooftile.ops.gemm.config import Activation as ActivationName
-from rooftile.ops.gemm.gated_mlp import gated_mlp_op
 from rooftile.ops.gemm.linear import gated_linear, linear
 from rooftile.ops.layer_norm import layer_norm
 from rooftile.ops.qk_norm_rope import qk_norm_rope
@@ -332,12 +332,15 @@ def joint_gated(cls: type[nn.Module], ops: Activation) -> dict[str, Callable[...
                 return y
         return down(gated_gemm(act, gate, up, x))
 
-    def gated_gemm_packed(act: nn.Module, gate_up: Any, x: Tensor) -> Tensor:
+    def gated_mlp_packed(act: nn.Module, gate_up: Any, down: Any, x: Tensor) -> Tensor:
         if is_plain(act, cls) and is_replaced(gate_up) and takes(x, gate_up.weight, gate_up.bias):
-            return gated_linear(x, gate_up.weight, gate_up.bias, activation=ops.name)
-        return act_mul_packed(act, gate_up(x))
+            weights, biases = (gate_up.weight, down.weight), (gate_up.bias, down.bias)
+            if is_replaced(down) and takes(x, down.weight, down.bias):
+                return mlp.gated_mlp(x, *weights, *biases, activation=ops.name)
+            return down(gated_linear(x, gate_up.weight, gate_up.bias, activation=ops.name))
+        return down(act_mul_packed(act, gate_up(x)))
 
-    return {f.__name__: f for f in (gated_gemm, gated_mlp, gated_gemm_packed)}
+    return {f.__name__: f for f in (gated_gemm, gated_mlp, gated_mlp_packed)}
 
 
 def _one_gemm(layers: tuple[Any, ...], x: Tensor, gate: str) -> tuple[Tensor, list[Tensor]] | None:
@@ -363,18 +366,18 @@ def _one_gemm(layers: tuple[Any, ...], x: Tensor, gate: str) -> tuple[Tensor, li
     return (_GATES[gate](y) if gate and keep else y), weights
 
 
-def _trained_mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str) -> Tensor | None:
+def _trained_mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: ActivationName) -> Tensor | None:
     """`down(act(gate(x)) * up(x))` by one op, where a gradient reaches the gate; else None."""
     found = None if _is_any_autocast() else _gathered((gate, up), x)
-    weight, bias = down.weight, down.bias
-    if found is None or not takes(x, weight, bias):
+    if found is None or not takes(x, down.weight, down.bias):
         return None
     weights, biases = found
-    if len(biases) == 1 or _joined(weights, biases)[0] is None:
+    if len(biases) == 1 or not any(t.requires_grad for t in (x, *weights, *biases)):
         return None
-    if not any(t.requires_grad for t in (x, *weights, *biases)):
+    weight, bias = _joined(weights, biases)
+    if weight is None:
         return None
-    return _GatedMLP.apply(x, activation, *weights, weight, *(biases or (None, None)), bias)
+    return _GatedMLP.apply(x, weight, bias, activation, *weights, down.weight, *(biases or (None, None)), down.bias)
 
 
 _Gathered = tuple[list[Tensor], list[Tensor]]
@@ -509,41 +512,41 @@ class _JointLinear(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """`rooftile.gated_mlp` of x and the layers' own parameters. These are kept for the backward, and gate_up."""
+    """`rooftile.gated_mlp` of x and the layers' own parameters, of which the weights are what is kept, with gate_up.
+
+    `weight` and `bias` are those of gate and up together.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gate: Tensor, up: Tensor,
+        down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         ctx.activation = activation
-        (weight, bias), down_weight, down_bias = _of_gates(parameters), parameters[2], parameters[5]
-        y, gate_up = gated_mlp_op(x, weight, down_weight, bias, down_bias, activation, "ieee", True)
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:4]) else None, gate_up, *parameters)
+        y, gate_up = mlp.gated_mlp_op(x, weight, down, bias, down_bias, activation, "ieee", True)
+        of_x, _, _, _, of_gate, of_up, *_ = ctx.needs_input_grad
+        kept = x if of_gate or of_up else None, *((gate, up) if of_x else (None, None)), down, gate_up
+        ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, gate_up, *parameters = ctx.saved_tensors
-        (weight, bias), down_weight, down_bias = _of_gates(parameters), parameters[2], parameters[5]
-        of_x, _, of_gate, of_up, of_down, of_gate_bias, of_up_bias, of_down_bias = ctx.needs_input_grad
+        x, gate, up, down, gate_up = ctx.saved_tensors
+        of_x, _, _, _, of_gate, of_up, of_down, of_gate_bias, of_up_bias, of_down_bias = ctx.needs_input_grad
+        weight = None
+        if of_x:
+            weight = joined((gate, up))
+            weight = torch.cat((gate, up)) if weight is None else weight  # moved since the forward
         needs = [of_x, of_gate or of_up, of_down, of_gate_bias or of_up_bias, of_down_bias]
+        # Of a bias its shape and dtype are all that is asked.
+        bias = dy.new_empty(gate_up.shape[1]) if needs[3] else None
+        down_bias = dy.new_empty(dy.shape[-1]) if of_down_bias else None
         dx, dweight, ddown, dbias, ddown_bias = torch.ops.rooftile.gated_mlp_backward(
-            dy, x, weight, down_weight, gate_up, bias, down_bias, ctx.activation, "ieee", needs
+            dy, x, weight, down, gate_up, bias, down_bias, ctx.activation, "ieee", needs
         )
-        dgate, dup = dweight.chunk(2)
-        dgate_bias, dup_bias = dbias.chunk(2)
-        found = (dx, None, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias)
+        found = (dx, None, None, None, *dweight.chunk(2), ddown, *dbias.chunk(2), ddown_bias)
         return tuple(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=True))
-
-
-def _of_gates(parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of gate and up together: views, or copies where they were moved since the forward."""
-    gate, up, _, gate_bias, up_bias, _ = parameters
-    weight = joined((gate, up))  # type: ignore[arg-type]
-    weight = torch.cat((gate, up)) if weight is None else weight  # type: ignore[arg-type]
-    if gate_bias is None or up_bias is None:
-        return weight, None
-    bias = joined((gate_bias, up_bias))
-    return weight, torch.cat((gate_bias, up_bias)) if bias is None else bias
 
 
 # In the graphs of torch.compile. A namespace of their own: these are parts of `patch`, not ops for anybody's use.

@@ -44,14 +44,14 @@ def check_dtype(op: str, name: str, tensor: Tensor, other_name: str, other: Tens
         )
 
 
-def check_bias(op: str, bias: Tensor | None, x: Tensor, n: int, *others: torch.dtype) -> None:
+def check_bias(op: str, bias: Tensor | None, x: Tensor, n: int, *others: torch.dtype, name: str = "bias") -> None:
     """Raise unless it is `(n,)`, of x's dtype, float32 or one of the others."""
     if bias is None:
         return
     if bias.shape != (n,):
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected ({n},) to match the weight's rows")
+        raise ValueError(f"{op}: {name} has shape {tuple(bias.shape)}, expected ({n},) to match the weight's rows")
     if bias.dtype not in (x.dtype, torch.float32, *others):
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}, expected {library.or_float32(x)}")
+        raise TypeError(f"{op}: {name} has dtype {bias.dtype}, expected {library.or_float32(x)}")
 
 
 def check_residual(op: str, residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: str) -> None:
@@ -272,6 +272,11 @@ def mergeable(t: Tensor) -> bool:
 def as_rows(t: Tensor) -> Tensor:
     """t as (rows, last dimension): a view where the leading dimensions can be taken as one, else a copy."""
     return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+
+
+def transposed(t: Tensor) -> Tensor:
+    """`as_rows(t)`, transposed: an operand of the gradient of a weight."""
+    return as_rows(t).mT
 
 
 def rows_of(t: Tensor, copies: library.Copies, place: int) -> Tensor:

@@ -5,9 +5,10 @@
     dh = dy @ down_weight,   dg = dh * u * act'(g),   du = dh * act(g),   ddown_weight = dy^T @ h
     dx = [dg | du] @ gate_up_weight,   dgate_up_weight = [dg | du]^T @ x
 
-g and u are kept for the backward, in x's dtype; h is not: the GEMM that makes dh reads g and u in its epilogue, where
-it computes h again. So g and u, the largest tensors of a layer, are written once and read once, and dh is never
-written. Where `hopper_gates` does not run, the gate and its backward are kernels of their own (`ops/gated.py`).
+g and u are kept for the backward, in x's dtype. h is not: the GEMM that computes dh reads g and u in its epilogue, and
+recomputes h from them. So g and u, the largest tensors of a layer, are written once and read once, and dh is never
+written. Where the kernels of `hopper_gates` do not run, the gate and its backward are kernels of their own
+(`ops/gated.py`). The forward's h is of g and u before they are rounded where the gate is in the epilogue.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rooftile import library, runtime
 from rooftile.ops.gemm import dispatch, hopper_gates
 from rooftile.ops.gemm.column_sum import column_sum
 from rooftile.ops.gemm.config import Activation, Operands, Precision, Start
-from rooftile.ops.gemm.dispatch import View, as_rows
+from rooftile.ops.gemm.dispatch import View, as_rows, transposed
 from rooftile.ops.gemm.linear import gate
 from rooftile.primitives.activations import check_activation
 
@@ -57,19 +58,16 @@ def _check(
             f"{_OP}: down_weight has shape {tuple(down_weight.shape)}, expected (rows, {n}) to match gate_up_weight"
         )
     for name, bias, rows in (("gate_up_bias", gate_up_bias, 2 * n), ("down_bias", down_bias, down_weight.shape[0])):
-        if bias is not None and bias.shape != (rows,):
-            raise ValueError(f"{_OP}: {name} has shape {tuple(bias.shape)}, expected ({rows},)")
-        if bias is not None and bias.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{_OP}: {name} has dtype {bias.dtype}, expected {library.or_float32(x)}")
+        dispatch.check_bias(_OP, bias, x, rows, name=name)
     return (*x.shape[:-1], down_weight.shape[0]), n
 
 
 def _bind_gates(
     x: Tensor, weight: Tensor, bias: Tensor | None, n: int, activation: str, precision: str, keeps: bool
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """The launches for x, gate_up_weight and gate_up_bias; they return h `(M, N)` and gate_up `(M, 2N)` if it is kept.
+    """The launches for x, gate_up_weight and gate_up_bias; they return h `(M, N)` and gate_up `(M, 2N)`.
 
-    gate_up is empty otherwise.
+    Without `keeps` gate_up is empty.
     """
     copies: library.Copies = {}
     rows, bias = dispatch.rows_of(x, copies, 0), dispatch.contiguous(bias, copies, 3)
@@ -136,6 +134,11 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=x.dtype, device=x.device), torch.empty(gate_up, dtype=x.dtype, device=x.device)
 
 
+def _needs_gates(needs: Sequence[bool]) -> bool:
+    """Whether a gradient that is asked for is made of those of g and u."""
+    return needs[0] or needs[1] or needs[3]
+
+
 def _gradients(
     dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, activation: str, precision: str, needs: Sequence[bool],
@@ -146,27 +149,37 @@ def _gradients(
         op, dy=dy, x=x, gate_up_weight=gate_up_weight, down_weight=down_weight, gate_up=gate_up,
         gate_up_bias=gate_up_bias, down_bias=down_bias,
     )  # fmt: skip
-    m, k, n = math.prod(dy.shape[:-1]), dy.shape[-1], gate_up.shape[-1] // 2
+    check_activation(op, activation)
+    rows, k, n = dy.shape[:-1], dy.shape[-1], gate_up.shape[-1] // 2
+    columns = next((t.shape[-1] for t in (x, gate_up_weight) if t is not None and t.dim()), 0)
     needs_dx, needs_dgates, needs_ddown, needs_dgate_bias, needs_ddown_bias = needs
+    for name, tensor in (
+        ("x", x),
+        ("gate_up_weight", gate_up_weight),
+        ("down_weight", down_weight),
+        ("gate_up", gate_up),
+    ):
+        if tensor is not None:
+            dispatch.check_dtype(op, name, tensor, "dy", dy)
     for name, tensor, shape, needed in (
-        ("x", x, None, needs_dgates),
-        ("gate_up_weight", gate_up_weight, None, needs_dx),
-        ("down_weight", down_weight, (k, n), needs_dx or needs_dgates or needs_dgate_bias),
-        ("gate_up", gate_up, (m, 2 * n), True),
+        ("x", x, (*rows, columns), needs_dgates),
+        ("gate_up_weight", gate_up_weight, (2 * n, columns), needs_dx),
+        ("down_weight", down_weight, (k, n), _needs_gates(needs)),
+        ("gate_up", gate_up, (math.prod(rows), 2 * n), True),
         ("gate_up_bias", gate_up_bias, (2 * n,), needs_dgate_bias),
         ("down_bias", down_bias, (k,), needs_ddown_bias),
     ):
         if tensor is None and needed:
             raise ValueError(f"{op}: {name} is None, expected a tensor: a gradient that is asked for needs it")
-        if tensor is not None and shape is not None and tensor.shape != shape:
-            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
     def memory(needed: bool, *shape: int, dtype: torch.dtype = dy.dtype) -> Tensor:
         return torch.empty(shape if needed else (0,), dtype=dtype, device=dy.device)
 
     return (
-        memory(needs_dx, *dy.shape[:-1], 0 if gate_up_weight is None else gate_up_weight.shape[1]),
-        memory(needs_dgates, 2 * n, 0 if x is None else x.shape[-1]),
+        memory(needs_dx, *rows, columns),
+        memory(needs_dgates, 2 * n, columns),
         memory(needs_ddown, k, n),
         memory(needs_dgate_bias, 2 * n, dtype=dy.dtype if gate_up_bias is None else gate_up_bias.dtype),
         memory(needs_ddown_bias, k, dtype=dy.dtype if down_bias is None else down_bias.dtype),
@@ -206,10 +219,6 @@ def _bind_dgates(
     return run_apart
 
 
-def _transposed(t: Tensor) -> Tensor:
-    return as_rows(t).mT
-
-
 def _prepare_backward(
     dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, activation: str, precision: str, needs: Sequence[bool],
@@ -223,7 +232,7 @@ def _prepare_backward(
     device, dtype, m, n = dy.device, dy.dtype, math.prod(dy.shape[:-1]), gate_up.shape[-1] // 2
     needs_h = needs[2]
     of_gates = None
-    if down_weight is not None and gate_up.numel():
+    if down_weight is not None and _needs_gates(needs) and gate_up.numel():
         of_gates = _bind_dgates(dy, down_weight, n, activation, precision, needs_h)
 
     def bound(x: Tensor | None, w: Tensor | None, views: tuple[View, View], shape: Sequence[int]) -> Start:
@@ -235,24 +244,28 @@ def _prepare_backward(
     h = grad.view(-1)[: m * n].view(m, n)
     dx_rows = (m, *found[0].shape[-1:]) if needs[0] else (0,)
     of_dx = bound(grad, gate_up_weight, (as_rows, lambda w: w.mT), dx_rows)
-    of_dgates = bound(grad, x, (_transposed, _transposed), found[1].shape)
-    of_ddown = bound(dy, h, (_transposed, _transposed), found[2].shape)
+    of_dgates = bound(grad, x, (transposed, transposed), found[1].shape)
+    of_ddown = bound(dy, h, (transposed, transposed), found[2].shape)
 
     def run(
         dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
         *_: object,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        dx, dgates, ddown, dgate_bias, ddown_bias = (
-            torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in memory
-        )
+        def new(i: int) -> Tensor:
+            shape, strides, dtype = memory[i]
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
         rest = (None,) * 5
-        h: Tensor | None
         if of_gates is None or down_weight is None:
-            dgate_up, h = torch.empty_like(gate_up), gate(gate_up, activation) if needs_h else None
+            dgate_up, h = gate_up, None  # nothing is made of the gradient
         else:
             dgate_up, h = of_gates(dy, down_weight, gate_up)
+        if h is None and needs_h:
+            h = gate(gate_up, activation)
+        ddown = new(2)
         of_ddown(dy, h, ddown, *rest)
-        del h  # before the memory of other gradients is needed
+        del h  # before the memory of the other gradients is needed
+        dx, dgates, dgate_bias, ddown_bias = new(0), new(1), new(3), new(4)
         of_dx(dgate_up, gate_up_weight, dx, *rest)
         of_dgates(dgate_up, x, dgates, *rest)
         if needs[3]:
@@ -273,24 +286,20 @@ _backward_op = library.define(
 )
 
 
-def kept(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """What the backward needs of these, for the gradients of the inputs that are asked for; None for the rest."""
-    needs_dgate_up = needs[0] or needs[1] or needs[3]
-    return (
-        x if needs[1] else None, gate_up_weight if needs[0] else None, down_weight if needs_dgate_up else None, gate_up,
-        gate_up_bias if needs[3] else None, down_bias if needs[4] else None,
-    )  # fmt: skip
+def _check_derivative(inputs: tuple[Any, ...]) -> None:
+    if not inputs[-1]:
+        raise ValueError(f"{_OP}: keeps is False, expected True where a gradient is wanted; call rooftile.{_OP}")
 
 
 def _save(ctx, inputs, outputs) -> None:
-    x, gate_up_weight, down_weight, gate_up_bias, down_bias, ctx.activation, ctx.precision, keeps = inputs
-    assert keeps, "the backward needs gate_up"
+    """Each tensor is kept where a gradient needs it; gate_up always."""
+    x, gate_up_weight, down_weight, gate_up_bias, down_bias, ctx.activation, ctx.precision, _ = inputs
     ctx.mark_non_differentiable(outputs[1])
     needs = ctx.needs_input_grad[1:6]
-    ctx.save_for_backward(*kept(x, gate_up_weight, down_weight, outputs[1], gate_up_bias, down_bias, needs))
+    ctx.save_for_backward(
+        x if needs[1] else None, gate_up_weight if needs[0] else None, down_weight if _needs_gates(needs) else None,
+        outputs[1], gate_up_bias if needs[3] else None, down_bias if needs[4] else None,
+    )  # fmt: skip
 
 
 def _backward(ctx, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -306,7 +315,7 @@ gated_mlp_op = library.define(
     "str activation, str precision, bool keeps) -> (Tensor, Tensor)",
     prepare=_prepare,
     fake=_fake,
-    autograd=library.Autograd(_save, _backward),
+    autograd=library.Autograd(_save, _backward, _check_derivative),
 )
 
 
@@ -322,8 +331,8 @@ def gated_mlp(
 ) -> Tensor:
     """`(act(g) * u) @ down_weight^T + down_bias` of `[g | u] = x @ gate_up_weight^T + gate_up_bias`.
 
-    For a backward g and u are kept in x's dtype, and `h = act(g) * u` is computed again. h is rounded to x's dtype
-    before it is multiplied, in both directions.
+    For a backward g and u are kept in x's dtype, whichever gradients are wanted, and `h = act(g) * u` is recomputed
+    from them. h is rounded to x's dtype before it is multiplied, in both directions.
 
     Args:
         x: `(..., K)`, float32, float16 or bfloat16.

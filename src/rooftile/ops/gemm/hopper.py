@@ -552,7 +552,10 @@ def tiling_of(
             x_k, w_k, gated, activation, pingpong, x_kind, w_kind, reads, outputs,
         )  # fmt: skip
 
-    return tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
+    t = tiling(2) if tiling(2).shared_memory(out_size) <= limit else tiling(1)
+    # With pingpong a consumer waits for all that its epilogue reads while it holds the slot of its last step.
+    assert not pingpong or t.stages > t.read_slots
+    return t
 
 
 def memory_reason(t: HopperTiling, p: Problem, c: GemmConfig, target: runtime.Target) -> str | None:

@@ -23,11 +23,11 @@ def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
 
 @gluon.jit
 def finish(z, z_gate, read, read_up, bias_ptr, col, n, T: gl.constexpr):
-    """A chunk of each of the `T.outputs` results, of the sums z, and of z_gate for a gated GEMM.
+    """The results of a chunk of the sums z, of which the first `T.outputs` are written.
 
-    With a residual, or nothing, to read: `act(z + bias) + read`, or gated `act(z_gate + bias) * (z + bias)`; where a
-    backward needs them, the gate and up that this is made of are outputs too. With gate and up to read, z is the
-    gradient of h = act(gate) * up: the results are the gradients of gate and up, and h.
+    T.reads is 0: act(z + bias); or gated act(gate) * up, gate = z_gate + bias and up = z + bias.
+    T.reads is 1: the same with the residual added to the first.
+    T.reads is 2: the gradients of gate and up, and h = act(gate) * up. z is the gradient of h; gate and up are read.
     """
     if T.reads == 2:
         activated, slope = activate_with_slope(read, gl.constexpr(T.activation))

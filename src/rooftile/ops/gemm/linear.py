@@ -22,7 +22,7 @@ from rooftile.ops.gated import gelu_mul_packed, silu_mul_packed
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.column_sum import activate_add, column_sum
 from rooftile.ops.gemm.config import Activation, GemmConfig, Invariant, Operands, Precision, Start
-from rooftile.ops.gemm.dispatch import as_rows
+from rooftile.ops.gemm.dispatch import as_rows, transposed
 from rooftile.primitives.activations import check_activation
 
 
@@ -111,10 +111,6 @@ def _gradients(
     )
 
 
-def _transposed(t: Tensor) -> Tensor:
-    return as_rows(t).mT
-
-
 def _prepare_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, precision: str
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -129,7 +125,7 @@ def _prepare_backward(
         rows = dx_shape[:-1].numel(), dx_shape[-1]
         of_dx = dispatch.bind_views(op, dy, weight, (as_rows, lambda w: w.mT), rows, dy.dtype, precision)
     if x is not None and dw_shape.numel():
-        of_dw = dispatch.bind_views(op, dy, x, (_transposed, _transposed), dw_shape, dy.dtype, precision)
+        of_dw = dispatch.bind_views(op, dy, x, (transposed, transposed), dw_shape, dy.dtype, precision)
 
     def run(
         dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, _: str

@@ -29,7 +29,7 @@ from rooftile import library
 from rooftile.ops.gemm import dispatch
 from rooftile.ops.gemm.column_sum import column_sum
 from rooftile.ops.gemm.config import GemmConfig, Operands, Precision, Start
-from rooftile.ops.gemm.dispatch import View, as_rows
+from rooftile.ops.gemm.dispatch import View, as_rows, transposed
 
 _PADDED = 8  # elements, of which rows of R are a multiple: 16 bytes of 16-bit elements, as TMA needs
 
@@ -202,10 +202,6 @@ def _gradients(
     )
 
 
-def _transposed(t: Tensor) -> Tensor:
-    return as_rows(t).mT
-
-
 def _prepare_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, u: Tensor | None,
     bias: Tensor | None, lora_input: Tensor | None, scale: float, precision: str, apart: bool, needs: Sequence[bool],
@@ -240,9 +236,9 @@ def _prepare_backward(
         else:
             assert lora_a is not None, "_gradients says so"
             of_dx = _bind_sum(op, dy, weight, views, (du, lora_a.mT), (rows, dx[-1]), None, precision)
-    of_dw = bound(dy, x, (_transposed, _transposed), dw if needs[1] else (0,))
-    of_da = bound(du, lora_input if apart else x, (_transposed, _transposed), da if needs[2] else (0,))
-    of_db = bound(dy, u, (_transposed, _transposed), db)
+    of_dw = bound(dy, x, (transposed, transposed), dw if needs[1] else (0,))
+    of_da = bound(du, lora_input if apart else x, (transposed, transposed), da if needs[2] else (0,))
+    of_db = bound(dy, u, (transposed, transposed), db)
     of_dinput = bound(du, lora_a, (as_rows, lambda a: a.mT), (rows, dinput[-1]) if needs[5] else (0,))
 
     def run(
