@@ -47,7 +47,7 @@ class _Number(int):
 
 
 def copies(monkeypatch, desc, table, sequence, head, block, slot, t):
-    """What `_page_of` and `_copy_pages` start: the bytes expected, and where each copy reads and writes."""
+    """What `_page_of` and `_load_pages` start: the bytes expected, and where each load reads and writes."""
     expected, started = [], []
     language = types.SimpleNamespace(
         maximum=max, minimum=min, static_range=range, int64=None, load=lambda at: table[at], constexpr=lambda x: x

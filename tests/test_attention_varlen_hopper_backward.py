@@ -341,10 +341,10 @@ def test_statistics_and_sums_are_of_each_sequence_alone(device):
             slot, n = a // rows + i + (at - a) // rows, min(b - at, rows)
             assert not covered[slot]
             covered[slot] = True
-            blind = lse[0, :, at : at + n] == -math.inf
-            expected = torch.where(blind, math.inf, lse[0, :, at : at + n] * math.log2(math.e))
+            fully_masked = lse[0, :, at : at + n] == -math.inf
+            expected = torch.where(fully_masked, math.inf, lse[0, :, at : at + n] * math.log2(math.e))
             torch.testing.assert_close(stats[:, slot, 0, :n], expected)
-            torch.testing.assert_close(stats[:, slot, 1, :n], torch.where(blind, 0.0, delta[:, at : at + n]))
+            torch.testing.assert_close(stats[:, slot, 1, :n], torch.where(fully_masked, 0.0, delta[:, at : at + n]))
             assert (stats[:, slot, 0, n:] == math.inf).all()
             assert (stats[:, slot, 1, n:] == 0).all()
     assert (sums[:, covered] == 0).all()

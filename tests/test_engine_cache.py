@@ -272,7 +272,10 @@ class TestPagedKVCache:
         sent, send = [], cache._send
         cache._send = lambda tensor, numbers: sent.append(tensor) or send(tensor, numbers)
         cache.move({c: 4, d: 0})
-        assert [x.data_ptr() for x in sent] == [cache.lengths.data_ptr(), cache.counts.data_ptr()]  # of both, at once
+        assert [x.data_ptr() for x in sent] == [
+            cache.lengths.data_ptr(),
+            cache.counts.data_ptr(),
+        ]  # lengths once for both sequences, then counts
         assert cache.sequences == [d, b, c]
         assert cache.lengths.tolist() == [33, 2, 0, 0, 20]
         assert cache.counts.tolist() == [0, 2, 0, 0, 0]  # those that moved have left the step

@@ -113,9 +113,10 @@ def test_no_product_of_pytorch_is_left(title: str, expected: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize("change", ["undone", "moved", "frozen gate", "frozen up", "frozen down", "recomputed"])
-def test_an_mlp_trains_as_before_whatever_changes(change: str) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_mlp_trains_as_before_whatever_changes(bias: bool, change: str) -> None:
     """Between forward and backward the patch is undone, or weights move; or a weight is frozen; or checkpointing."""
-    model, ids = small("Llama"), tokens(6)
+    model, ids = small("Llama", mlp_bias=bias), tokens(6)
     if change.startswith("frozen"):
         model.model.layers[0].mlp.get_submodule(f"{change.split()[1]}_proj").requires_grad_(False)
     _, _, expected = run(model, ids)
@@ -136,6 +137,29 @@ def test_an_mlp_trains_as_before_whatever_changes(change: str) -> None:
     assert ran.ops["rooftile::gated_mlp"] == 1 + (change == "recomputed")
     assert ran.ops["rooftile::gated_mlp_backward"] == 1
     assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
+
+
+@pytest.mark.parametrize("title", ["Llama", "Phi-3"])
+def test_a_down_layer_that_is_another_module_is_called(title: str) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.inner(x)
+
+    model, ids = small(title), tokens(6)
+    rooftile.patch(model, linear=True)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Wrapped(mlp.down_proj)
+    logits, _, grads = run(model, ids)
+    plain = small(title)
+    mlp = plain.model.layers[0].mlp
+    mlp.down_proj = Wrapped(mlp.down_proj)
+    expected, _, expected_grads = run(plain, ids)
+    assert error(logits, expected) < TOLERANCE[FP32]
+    assert_same_gradients(grads, expected_grads)
 
 
 def test_by_default_linear_layers_stay() -> None:

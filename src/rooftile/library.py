@@ -60,8 +60,9 @@ class Autograd:
     """The derivative of an op.
 
     `save(ctx, inputs, outputs)` keeps what the backward needs; `backward(ctx, *grad_outputs)` returns one gradient
-    (or None) for each input of the schema. A gradient that nobody asked for arrives as None. `check(inputs)` raises for
-    inputs that can't be differentiated, before anything is launched.
+    (or None) for each input of the schema; in `ctx.needs_input_grad` these begin at 1, as the launcher comes first. A
+    gradient that nobody asked for arrives as None. `check(inputs)` raises for inputs that can't be differentiated,
+    before anything is launched.
     """
 
     save: Callable[[Any, tuple[Any, ...], Any], None]

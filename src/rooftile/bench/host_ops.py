@@ -171,6 +171,12 @@ PROBLEMS = (
         lambda x, w: rooftile.gated_linear(x, w), lambda x, w: _gated(x, w), ("x", "w"),
     ),
     Problem(
+        "gated_mlp", "64 x 512 x 512 x 512", "F.linear, F.silu, mul, F.linear",
+        _random(x=(64, 512), w=(1024, 512), down=(512, 512)),
+        lambda x, w, down: rooftile.gated_mlp(x, w, down), lambda x, w, down: F.linear(_gated(x, w), down),
+        ("x", "w", "down"),
+    ),
+    Problem(
         "attention", "8 heads of 64 x 64", "SDPA", _random(q=(1, 8, 64, 64), k=(1, 8, 64, 64), v=(1, 8, 64, 64)),
         lambda q, k, v: rooftile.attention(q, k, v, causal=True, layout="bhtd"),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), ("q", "k", "v"),

@@ -39,7 +39,7 @@ class Tolerance:
     """A ceiling of `|out - ref| / |ref|` (Frobenius norms over a whole tensor), and its reason.
 
     A check also limits the error to twice that of eager PyTorch in the same dtype against float64, if that is more than
-    one rounding. The ceiling alone would let a kernel be worse than what it replaces.
+    `check.rounding_floor`. The ceiling alone would let a kernel be worse than what it replaces.
 
     `peers` is a ceiling for eager PyTorch and other baselines, if they round where Rooftile does not.
     """

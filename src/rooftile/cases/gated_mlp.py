@@ -13,7 +13,7 @@ from rooftile.ops.gemm.linear import gate, linear
 from rooftile.reference import gated_mlp as reference
 
 _FP32 = "two chains of float32 sums, as linear's, one after the other"
-_FORWARD = "h is rounded, then the result; where the gate is a kernel of its own, its argument too"
+_FORWARD = "h is rounded, then the result; where the gate is a kernel of its own, g and u too"
 _BACKWARD = "g and u, h, their gradients and each result are rounded; where the gate is a kernel of its own, dh too"
 TOLERANCES: dict[torch.dtype, dict[Direction, Tolerance]] = {
     torch.float32: {"forward": Tolerance(5e-6, _FP32), "backward": Tolerance(1e-5, _FP32)},
@@ -29,21 +29,21 @@ def _point(rows: int, k: int, n: int, out: int | None = None, *, bias: bool = Fa
 
 
 def _inputs(point: Point, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
-    """Weights of a size that leaves sums with numbers of order 1."""
+    """Weights scaled so that the sums are of order 1."""
     rows, k, n, out = point["rows"], point["k"], point["n"], point["out"]
 
-    def weight(n: int, k: int) -> Tensor:
-        return (normal((n, k), torch.float32, device, generator) * max(1, k) ** -0.5).to(dtype)
+    def weight(rows: int, columns: int) -> Tensor:
+        return (normal((rows, columns), torch.float32, device, generator) * max(1, columns) ** -0.5).to(dtype)
 
-    found = {
+    drawn = {
         "x": normal((rows, k), dtype, device, generator),
         "gate_up_weight": weight(2 * n, k),
         "down_weight": weight(out, n),
     }
     if point["has_bias"]:
-        found["gate_up_bias"] = normal((2 * n,), dtype, device, generator)
-        found["down_bias"] = normal((out,), dtype, device, generator)
-    return found
+        drawn["gate_up_bias"] = normal((2 * n,), dtype, device, generator)
+        drawn["down_bias"] = normal((out,), dtype, device, generator)
+    return drawn
 
 
 def _sizes(point: Point) -> tuple[int, int, int, int]:
@@ -70,7 +70,7 @@ def _trained_nbytes(point: Point, itemsize: int) -> int:
 
 
 def _apart(point: Point) -> Callable[..., Any]:
-    """Rooftile's GEMMs, and its kernel for the gate."""
+    """Rooftile's GEMMs, with the gate as a kernel of its own."""
 
     def run(
         x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None = None,

@@ -39,7 +39,7 @@ def folder_of(path: str | os.PathLike[str], revision: str | None = None) -> Path
             it.
         ImportError: huggingface_hub is not installed.
         ValueError: path is a file, or a revision is given for a folder.
-        TypeError: path is neither text nor a path.
+        TypeError: path is neither a string nor an `os.PathLike`.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(

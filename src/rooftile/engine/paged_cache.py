@@ -196,7 +196,8 @@ class PagedKVCache(CacheBase):
     def move(self, slots: Mapping[PagedSequence, int]) -> None:
         """Give sequences other slots, between two steps.
 
-        The device copies their rows of the page table, and is sent all lengths.
+        The device copies their rows of the page table, and is sent the lengths of all sequences as the host has them:
+        after a step with proposals call `shorten` first.
 
         Raises:
             ValueError: a sequence was freed or is another cache's, or a slot is taken, given twice, or none of the

@@ -64,7 +64,7 @@ class PromptGraphs:
             logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
             if not isinstance(prompts, MixedBatch) or kept is None:
                 return logits
-            # Of many slots they are large, and so are the numbers of shapes: all graphs share one memory for them.
+            # With many slots the logits are large and the shapes many: all graphs share one memory for them.
             return kept[: prompts.rows].copy_(logits)
 
         try:

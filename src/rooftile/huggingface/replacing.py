@@ -318,7 +318,7 @@ def joint_linear_of_rotated(layers: tuple[Any, ...], x: Tensor) -> tuple[Tensor,
 
 
 def joint_gated(cls: type[nn.Module], ops: Activation) -> dict[str, Callable[..., Tensor]]:
-    """`act(gate(x)) * up(x)`, of two layers or of one that is both, and the layer that it goes into."""
+    """`act(gate(x)) * up(x)`, of two layers or of one that is both, alone and with the layer `down` that follows."""
     act_mul, act_mul_packed = gated(cls, ops).values()
 
     def gated_gemm(act: nn.Module, gate: Any, up: Any, x: Tensor) -> Tensor:
@@ -334,10 +334,10 @@ def joint_gated(cls: type[nn.Module], ops: Activation) -> dict[str, Callable[...
 
     def gated_mlp_packed(act: nn.Module, gate_up: Any, down: Any, x: Tensor) -> Tensor:
         if is_plain(act, cls) and is_replaced(gate_up) and takes(x, gate_up.weight, gate_up.bias):
-            weights, biases = (gate_up.weight, down.weight), (gate_up.bias, down.bias)
+            weight, bias = gate_up.weight, gate_up.bias
             if is_replaced(down) and takes(x, down.weight, down.bias):
-                return mlp.gated_mlp(x, *weights, *biases, activation=ops.name)
-            return down(gated_linear(x, gate_up.weight, gate_up.bias, activation=ops.name))
+                return mlp.gated_mlp(x, weight, down.weight, bias, down.bias, activation=ops.name)
+            return down(gated_linear(x, weight, bias, activation=ops.name))
         return down(act_mul_packed(act, gate_up(x)))
 
     return {f.__name__: f for f in (gated_gemm, gated_mlp, gated_mlp_packed)}
@@ -367,7 +367,7 @@ def _one_gemm(layers: tuple[Any, ...], x: Tensor, gate: str) -> tuple[Tensor, li
 
 
 def _trained_mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: ActivationName) -> Tensor | None:
-    """`down(act(gate(x)) * up(x))` by one op, where a gradient reaches the gate; else None."""
+    """`down(act(gate(x)) * up(x))` by one op; None unless x, gate or up needs a gradient and they are one GEMM."""
     found = None if _is_any_autocast() else _gathered((gate, up), x)
     if found is None or not takes(x, down.weight, down.bias):
         return None
@@ -512,9 +512,10 @@ class _JointLinear(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """`rooftile.gated_mlp` of x and the layers' own parameters, of which the weights are what is kept, with gate_up.
+    """`rooftile.gated_mlp` over the layers' own parameters.
 
-    `weight` and `bias` are those of gate and up together.
+    For the backward it keeps gate_up and, where a gradient needs them, x and the layers' own weights. `weight` and
+    `bias` are gate's and up's as one tensor each, and are not kept.
     """
 
     @staticmethod
@@ -539,7 +540,7 @@ class _GatedMLP(torch.autograd.Function):
             weight = joined((gate, up))
             weight = torch.cat((gate, up)) if weight is None else weight  # moved since the forward
         needs = [of_x, of_gate or of_up, of_down, of_gate_bias or of_up_bias, of_down_bias]
-        # Of a bias its shape and dtype are all that is asked.
+        # The op reads only the shape and dtype of a bias.
         bias = dy.new_empty(gate_up.shape[1]) if needs[3] else None
         down_bias = dy.new_empty(dy.shape[-1]) if of_down_bias else None
         dx, dweight, ddown, dbias, ddown_bias = torch.ops.rooftile.gated_mlp_backward(

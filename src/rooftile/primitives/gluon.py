@@ -2,7 +2,7 @@
 
 A ring has STAGES slots in shared memory, which are the pipeline stages. A producer warp fills them with tiles, and
 consumer warpgroups read them. Each slot has two mbarriers, ready (full) and free (empty). Both sides walk the ring with
-a slot and a parity bit that flips whenever the slot wraps to 0. A consumer waits for the parity that it is at. The
+a slot and a parity bit that flips whenever the slot wraps to 0. A consumer waits for its current parity. The
 producer waits for the opposite one, which a newly initialized barrier counts as completed, so its first round waits for
 nothing. The parity tells a round from the one before it alone, so neither side may get two rounds ahead.
 """

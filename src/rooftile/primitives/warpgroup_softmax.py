@@ -1,7 +1,7 @@
 """The online softmax of attention in a warpgroup's registers (Gluon), of scores as wgmma leaves them.
 
 In wgmma's layout of an accumulator a row lies in four threads, each with two adjacent columns of every eight. A row's
-maximum is needed in every block, and takes shuffles. Its sum is needed at the end alone, so each thread keeps a partial
+maximum is needed in every block, and takes shuffles. Its sum is needed only at the end, so each thread keeps a partial
 one: row_sum is (rows, 4), and `gl.sum(row_sum, 1)` is the row's.
 
 Maxima are of scores before `scale`. They start at `INITIAL_MAX`, which is finite: with -inf, a fully masked row would
@@ -20,7 +20,7 @@ INITIAL_MAX = gl.constexpr(-1e30)
 
 @gluon.jit
 def mask_scores(s, keys, begin, end):
-    """The scores of a block with the keys of those numbers, -inf where a row does not see the key.
+    """The scores of a block, -inf where a row does not see the key. `keys` has the positions of the block's keys.
 
     A row sees the keys from its `begin` to before its `end`; a `begin` of None is 0.
     """

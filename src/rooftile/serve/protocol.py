@@ -39,9 +39,9 @@ def _shown(x: Any) -> str:
 
 
 def _expecting(accepted: str) -> WrapValidator:
-    """For a union: one error that says all that is accepted, instead of pydantic's for each of the alternatives.
+    """For a union: one error that names all that is accepted, instead of one of pydantic's for each alternative.
 
-    What came is named where the alternative that fits the most of it fails.
+    It names the value at which the alternative that got furthest failed.
     """
 
     def checked(value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:

@@ -4,8 +4,8 @@ The algorithm is FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.
 keys, overlapped with the GEMMs.
 
 Work: one CTA stays on each SM and walks over its tiles, each up to 192 queries of one head (short prompts: see below).
-A producer warp loads the tile's queries by TMA, then fills a ring of pipeline stages with blocks of keys and values,
-from the last block that the tile sees to the first. The last block may be ragged or cut by causality, so it is always
+A producer warp loads the tile's queries by TMA, and fills a ring of pipeline stages with blocks of keys and values,
+from the highest that the tile sees to the lowest. The highest may be ragged or cut by causality, so it is always
 masked; the others only where it is needed (`_steps`). One to three consumer warpgroups compute 64 query rows each:
 
     s = q k^T of a block     issued together with o += p v of the previous block, so the tensor cores stay busy
@@ -18,8 +18,8 @@ With `pingpong` each consumer issues its GEMMs after the one before it, so that 
 another. With `overlap_tiles` the overlap continues across tiles: the first scores of the next tile are issued together
 with the last p v of this one.
 
-Limits: the tensor cores do 4 D operations a score and exp2 one, of which an SM can do 16 a clock. That is as much time
-as the GEMMs take at D = 64, and half of it at 128. The tile is limited by registers (`can_implement`).
+Limits: a score takes 4 D operations of the tensor cores and one exp2, of which an SM does 16 a clock. At D = 64 exp2
+takes as long as the GEMMs, at 128 half as long. The tile is limited by registers (`can_implement`).
 
 Barriers (slots and parities: `primitives.gluon`):
 
@@ -28,8 +28,8 @@ Barriers (slots and parities: `primitives.gluon`):
     q_ready, q_free   the same for the queries
     pingpong[i]       completed by one arrival of the consumer before i, once it has issued its GEMMs
 
-The order of blocks in the ring is k of a tile's first block, then k of each next block followed by v of the one before
-it, and v of the tile's last block at the end. With `overlap_tiles`, k of the next tile's first block comes before that
+The order of blocks in the ring is k of the block that a tile visits first, then k of each next one followed by v of the
+one before it, and v of the block that it visits last. With `overlap_tiles`, the next tile's first k comes before that
 last v.
 
 The sum of a fully masked row is 0 (`primitives.warpgroup_softmax`), and only `_write` treats such a row apart.

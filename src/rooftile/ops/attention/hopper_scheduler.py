@@ -48,7 +48,7 @@ def first_row(row, mine: gl.constexpr, size, T: gl.constexpr):
 
 @gluon.jit
 def _tile_in_batch(i, size, limits, order, T: gl.constexpr):
-    """`tile_at` where a formula of i says it."""
+    """`tile_at` of a batch without packing: a formula of i."""
     _tiles, heads, n_q, n_k = size
     left, right = limits
     blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))

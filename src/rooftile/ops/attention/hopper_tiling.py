@@ -33,13 +33,13 @@ class Tiling:
         capped, has_left, has_right: see `Scoring.flags`.
         scale: `Scoring.default_factor`; if it is 0, the factor is an argument.
         packed: sequences are packed, and `tiles_ptr` is the list of their tiles.
-        page: tokens of a page of keys and values; 0 if they are packed as the queries are.
+        page: tokens of a page of keys and values; 0 if they are not in pages.
         step: tokens from one page to the next in memory.
         paired: one of two consumers takes a block of queries from the end of the prompt, the other one from its start,
             so that all tiles take about the same time. Each skips the blocks of keys in which all its scores would be
             masked. Only with causality, without a window or `pingpong`.
         multiplied: the columns of q and k that q k^T multiplies, in two parts, as `split_dim` gives them. For heads of
-            80 and 96 this is 3 to 7 percent faster on an H200 than to multiply all `dim` columns. p v does multiply all
+            80 and 96 this is 3 to 7 percent faster on an H200 than multiplying all `dim` columns. p v does multiply all
             of them: the tensor cores would read p from registers once for each part. With both GEMMs in two parts the
             kernel was 2 to 19 percent slower than with neither, from 1024 tokens on.
     """

@@ -7,8 +7,9 @@
 
 g and u are kept for the backward, in x's dtype. h is not: the GEMM that computes dh reads g and u in its epilogue, and
 recomputes h from them. So g and u, the largest tensors of a layer, are written once and read once, and dh is never
-written. Where the kernels of `hopper_gates` do not run, the gate and its backward are kernels of their own
-(`ops/gated.py`). The forward's h is of g and u before they are rounded where the gate is in the epilogue.
+written. In training, where the kernels of `hopper_gates` do not run, the gate and its backward are kernels of their own
+(`ops/gated.py`). Where the gate is in the epilogue, the forward computes h from g and u before they are rounded,
+and the backward from the rounded ones.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _needs_gates(needs: Sequence[bool]) -> bool:
-    """Whether a gradient that is asked for is made of those of g and u."""
+    """Whether any gradient asked for is computed from those of g and u."""
     return needs[0] or needs[1] or needs[3]
 
 
@@ -143,7 +144,7 @@ def _gradients(
     dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, activation: str, precision: str, needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Memory for them; one that is not asked for is empty."""
+    """Memory for the five gradients; one that is not asked for is empty."""
     op = f"{_OP}_backward"
     library.check_floating(
         op, dy=dy, x=x, gate_up_weight=gate_up_weight, down_weight=down_weight, gate_up=gate_up,
@@ -240,7 +241,7 @@ def _prepare_backward(
             return library.start_nothing
         return dispatch.bind_views(op, x, w, views, shape, dtype, precision)
 
-    grad = gate_up.contiguous()  # here it stands for its gradient, and the first half of its memory for h
+    grad = gate_up.contiguous()  # stands for its gradient here, and the first half of its memory for h
     h = grad.view(-1)[: m * n].view(m, n)
     dx_rows = (m, *found[0].shape[-1:]) if needs[0] else (0,)
     of_dx = bound(grad, gate_up_weight, (as_rows, lambda w: w.mT), dx_rows)
@@ -257,7 +258,7 @@ def _prepare_backward(
 
         rest = (None,) * 5
         if of_gates is None or down_weight is None:
-            dgate_up, h = gate_up, None  # nothing is made of the gradient
+            dgate_up, h = gate_up, None  # no gradient is computed from dgate_up
         else:
             dgate_up, h = of_gates(dy, down_weight, gate_up)
         if h is None and needs_h:
@@ -331,6 +332,7 @@ def gated_mlp(
 ) -> Tensor:
     """`(act(g) * u) @ down_weight^T + down_bias` of `[g | u] = x @ gate_up_weight^T + gate_up_bias`.
 
+    The MLP of Llama and its kin (Shazeer 2020, https://arxiv.org/abs/2002.05202).
     For a backward g and u are kept in x's dtype, whichever gradients are wanted, and `h = act(g) * u` is recomputed
     from them. h is rounded to x's dtype before it is multiplied, in both directions.
 

@@ -6,7 +6,7 @@ the tile each: they accumulate in registers (the `sums` below, float32), both op
 free a slot once wgmma has read it. The producer runs on into the next tile during the epilogue of the last one.
 
     ready[slot]  completed by the bytes that land; the consumers wait for it
-    free[slot]   completed by one arrival of each consumer; the producer waits for it
+    free[slot]   completed by one arrival of each consumer that shares the tile; the producer waits for it
 
 Slots and parities: see primitives/gluon.py. The kernel's one constant, T, is a `HopperTiling`. Its fields are Python
 numbers, no constants of Triton's: where one is needed, `gl.constexpr` makes it one.
@@ -28,8 +28,8 @@ epilogue of one overlaps the mainloop of the other. Then each skips the slots of
     order[i]     completed by one arrival of the other consumer; consumer i waits for it before a tile's first step
 
 keeps their mainloops apart. It is needed for more than speed: a parity tells a round of the ring from the previous one,
-not from the one before that, so no slot may be waited for before the bytes of its previous round have landed. The
-consumer that arrives has seen all slots of its tile land, also those that its epilogue reads.
+not from the one before that, so a consumer may wait for a slot only once the bytes of the slot's previous round have
+landed. So a consumer arrives after all slots of its tile have landed, those that its epilogue reads too.
 
 The fp8 kernel of float32 sums (hopper_fp8.py) shares the producer, the ring and the tiling.
 """
@@ -83,7 +83,7 @@ def _powers(cols: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class HopperTiling:
-    """All that the kernel is compiled for but the dtypes: one constant of it.
+    """All that the kernel is specialized on but the dtypes, as its one constexpr.
 
     Triton's tensors are powers of two, and a tile's columns need not be: 192 of them are loaded as three pieces of 64,
     and a consumer has two accumulators, of 128 and of 64 columns.
@@ -97,9 +97,9 @@ class HopperTiling:
         group_m: rows of tiles that are walked together, see `parts.grouped_tile`.
         pingpong: every consumer has tiles of its own; otherwise all consumers share one, each `rows` rows of it.
         x_scale, w_scale: what shares a scale of fp8 operands; "" for 16-bit ones.
-        reads: tensors of the output's shape that the epilogue reads: 1 is a residual, 2 are gate and up (see
+        reads: how many tensors of the output's shape the epilogue reads: 1, a residual; 2, gate and up (see
             `hopper_epilogue.finish`).
-        outputs: tensors that it writes.
+        outputs: how many it writes.
     """
 
     rows: int
@@ -146,10 +146,10 @@ class HopperTiling:
 
     @property
     def joined(self) -> bool:
-        """Whether pieces of w, a gated GEMM's two halves too, are multiplied as one tile.
+        """Whether all pieces of w in a slot, a gated GEMM's two halves too, are one operand of wgmma.
 
-        One after the other they lie as the tensor cores read a tile if its rows are no wider than its swizzle, 128
-        bytes. Where w is contiguous along n, pieces of one half do in any case.
+        A w that is contiguous along k allows it if a row of a piece is no wider than the swizzle, 128 bytes. One that
+        is contiguous along n allows it within a half only.
         """
         return self.w_k and self.block_k <= 64
 
@@ -168,12 +168,12 @@ class HopperTiling:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Loads of w in a slot for each sum,"""
+        """How many loads of w in a slot each sum has."""
         return tuple(n // self.piece for n in self.widths)
 
     @property
     def begins(self) -> tuple[tuple[int, ...], ...]:
-        """and the columns of the slot at which they begin."""
+        """The columns of the slot at which each of those loads begins."""
         ends = itertools.accumulate(self.widths)
         return tuple(tuple(range(end - n, end, self.piece)) for end, n in zip(ends, self.widths, strict=True))
 
@@ -209,12 +209,12 @@ class HopperTiling:
 
     @property
     def w_rings(self) -> tuple[list[int], ...]:
-        """Each sum's part of w has a ring of its own: of pieces, as they are loaded,"""
+        """Each sum's part of w has a ring of its own: here of pieces, as they are loaded."""
         return tuple([self.stages * n, *self.w_block] for n in self.pieces)
 
     @property
     def w_tiles(self) -> tuple[list[int], ...]:
-        """and the same memory as it is multiplied."""
+        """The same memory, as it is multiplied."""
         return tuple([self.stages, *((n, self.block_k) if self.w_k else (self.block_k, n))] for n in self.widths)
 
     @property
@@ -289,7 +289,7 @@ def _skip(slot, parity, count, T: gl.constexpr):
 
 @gluon.jit
 def _load_w(w_desc, w_rings, slot, col, n, at, bar, T: gl.constexpr):
-    """Start the loads of w for a slot: the rows of w from col on, and for a gated GEMM those n rows on too."""
+    """Start the loads of w for a slot: its rows from col on, and for a gated GEMM also those from n + col on."""
     for i in gl.static_range(gl.constexpr(T.n_sums)):
         for j in gl.static_range(gl.constexpr(T.pieces[i])):
             to = w_rings[i].index(slot * T.pieces[i] + j)
@@ -388,7 +388,7 @@ def _chunks(sums, T: gl.constexpr):
 
 @gluon.jit
 def _read(ring, slot, parity, like, lane: gl.constexpr, T: gl.constexpr):
-    """A chunk that the epilogue reads, in float32; its slot is free then. And the next slot and its parity."""
+    """A chunk that the epilogue reads, in float32, whose slot it frees; the next slot and its parity."""
     x_ring, _, ready, free, _ = ring
     mbarrier.wait(ready.index(slot), parity)
     memory = view_as(x_ring.index(slot * T.sharing + lane), gl.constexpr(T.out_block), like)
@@ -424,7 +424,7 @@ def _consume(out_descs, bias_ptr, more_x_desc, out_ring, ring, size, mine: gl.co
             turn ^= 1
         mbarrier.wait(ready.index(slot), parity)
         sums = _multiply(sums, x_ring, w_rings, slot, False, LANE, T)
-        sums = _wait(sums, 1, T)  # for nothing yet
+        sums = _wait(sums, 1, T)  # one step is in flight: it waits for nothing
         # One step stays in flight while the next one's bytes are awaited; then the slot of the one before is free.
         for _ in range(1, steps):
             before = slot
@@ -535,7 +535,7 @@ def tiling_of(
     c: GemmConfig, x_k: bool, w_k: bool, gated: bool, activation: str, x_kind: str, w_kind: str, out_size: int,
     limit: int, reads: int = 0, outputs: int = 1,
 ) -> HopperTiling:  # fmt: skip
-    """What the kernel is compiled for. The output is written by 128 bytes a row at a time, of two at once if both fit.
+    """What the kernel is compiled for. The output is written in chunks of 128 bytes a row, double-buffered if two fit.
 
     block_n counts columns of the output: a gated GEMM has as many gate rows and as many up rows of w in a tile.
     num_warps are the warps that multiply, 4, 8 or 12; one more loads. With pingpong a tile of 16-bit elements belongs

@@ -25,7 +25,7 @@ def _add_bias(z, bias_ptr, col, n, T: gl.constexpr):
 def finish(z, z_gate, read, read_up, bias_ptr, col, n, T: gl.constexpr):
     """The results of a chunk of the sums z, of which the first `T.outputs` are written.
 
-    T.reads is 0: act(z + bias); or gated act(gate) * up, gate = z_gate + bias and up = z + bias.
+    T.reads is 0: act(z + bias); gated, act(gate) * up, then gate and up, with gate = z_gate + bias and up = z + bias.
     T.reads is 1: the same with the residual added to the first.
     T.reads is 2: the gradients of gate and up, and h = act(gate) * up. z is the gradient of h; gate and up are read.
     """
@@ -51,8 +51,8 @@ def finish(z, z_gate, read, read_up, bias_ptr, col, n, T: gl.constexpr):
 def write_chunk(z, out_ring, out_desc, row, col, i: gl.constexpr, mine: gl.constexpr, T: gl.constexpr):
     """Write a chunk, the i-th that a tile's epilogue writes, from a buffer of consumer `mine`.
 
-    If the buffers don't divide a tile's chunks, its first one takes the buffer of the previous tile's last one, whose
-    store may still read it.
+    If out_buffers does not divide the chunks of a tile, its first chunk takes the buffer of the previous tile's last
+    chunk, which that chunk's store may still be reading.
     """
     if i == 0 and T.writes % T.out_buffers != 0:
         tma.store_wait(0)

@@ -17,15 +17,20 @@ from rooftile import launching, library, runtime
 from rooftile.ops.gemm import dispatch, hopper
 from rooftile.ops.gemm.config import GemmConfig, Operands, Problem
 
-# On an H200, with the gate as kernels of their own in brackets: 16384 x 2048 -> 2 x 8192 -> 2048 forward 1646 us
-# (1778) and backward 997 (1126); 8192 x 4096 -> 2 x 14336 -> 4096 2892 (2954) and 1606 (1627); 4100 x 1024 -> 2 x 3072
-# -> 1024 80 (96) and 64 (78). Backward, tiles of 128 x 128 and 256 x 128 took 0.98 to 1.04 and 1.05 to 1.3 of that, and
-# ping-pong 1.04 to 1.2.
+# Microseconds on an H200, in brackets with the gate as a kernel of its own:
+#
+#                                         forward        backward
+#    16384 x 2048 -> 2 x 8192 -> 2048     1646 (1778)     997 (1126)
+#     8192 x 4096 -> 2 x 14336 -> 4096    2892 (2954)    1606 (1627)
+#     4100 x 1024 -> 2 x 3072 -> 1024       80 (96)        64 (78)
+#
+# Backward, tiles of 128 x 128 and 256 x 128 took 0.98 to 1.04 and 1.05 to 1.3 times as long, and ping-pong 1.04 to 1.2
+# times.
 _BACKWARD = GemmConfig("hopper", 128, 192, 64, 8, 1, 8, 4)
 
 
 def backward_config(p: Problem, target: runtime.Target) -> GemmConfig | None:
-    """How the backward of p is launched; None where the gate's is to be a kernel of its own."""
+    """How the GEMM p of the backward is launched; None where the gate's backward is a kernel of its own."""
     tiles = library.cdiv(p.m, _BACKWARD.block_m) * library.cdiv(p.n, _BACKWARD.block_n)
     if tiles < target.multiprocessors or hopper.can_implement(p, _BACKWARD, target) is not None:
         return None
@@ -56,7 +61,7 @@ def prepare_forward(o: Operands, c: GemmConfig) -> Callable[..., None]:
 def prepare_backward(o: Operands, needs_h: bool, c: GemmConfig) -> Callable[..., None]:
     """The launch over dy `(M, K)`, the weight `(K, N)`, h `(M, N)` or None, gate_up `(M, 2N)` and its gradient.
 
-    o has the weight as `(N, K)`, and the gradient of the gate, half of gate_up's, as out.
+    o.w is the weight as `(N, K)`; o.out is the gate's half of gate_up's gradient.
     """
     m, n = o.out.shape
     t = _tiling(o, c, 2, 3 if needs_h else 2)

@@ -2,7 +2,7 @@
 
 A mainloop calls those parts that its constants select. Each part takes pointers or tiles, and no context.
 
-    tiles             `divisible`; `grouped_tile`, also of the Hopper mainloops
+    tiles             `divisible`; `grouped_tile`, which the Hopper mainloops call too
     prologue          `norm_weights`, `near_one`: RMSNorm of x. `operand`: fp8 for GPUs that have none
     each step         `multiply_add`, with the scales of the step
 """
@@ -63,7 +63,7 @@ def near_one(x):
 def operand(t):
     """A tile as the tensor cores take it. Bytes of fp8 become float16, exactly: 2^-8 of what they stand for.
 
-    `primitives.dequantize.e4m3_of_bits` multiplies each element by the rest; here `UNDO` multiplies the sum.
+    `primitives.dequantize.e4m3_of_bits` multiplies each element by the missing factor; here `UNDO` multiplies the sum.
     """
     if t.dtype == tl.uint8:
         wide = t.to(tl.uint16)

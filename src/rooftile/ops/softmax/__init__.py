@@ -7,7 +7,7 @@ is broadcast. The backward needs only y: it reads dy and y and writes dx:
 
     dx = scale * y * (dy - sum(dy * y))
 
-A causal row reads only the columns that it keeps, rounded up to whole vectors, in both directions. It writes all.
+A causal row reads only the columns that it keeps, rounded up to whole vectors, forward and backward. It writes all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _backward(ctx, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _splits(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> range:
-    """The dimensions that may be split over ranks: not what the mask differs in, nor the order of causal rows."""
+    """The dimensions that may be sharded: not those along which the mask varies, nor that of causal queries."""
     kept = 0 if mask is None else max((mask.dim() - d for d in range(mask.dim()) if mask.shape[d] != 1), default=0)
     return range(x.dim() - max(1 + causal, kept))
 
