@@ -66,7 +66,7 @@ def test_without_gradients_gate_and_up_are_not_written(device, monkeypatch):
     [
         ("gate_up_weight", lambda t: t[:-1], r"gate_up_weight has shape \(31, 24\), expected \(2N, 24\)"),
         ("gate_up_weight", lambda t: t[:, :-1], r"gate_up_weight has shape \(32, 23\), expected \(2N, 24\)"),
-        ("down_weight", lambda t: t[:, :-1], r"down_weight has shape \(8, 15\), expected \(rows, 16\)"),
+        ("down_weight", lambda t: t[:, :-1], r"down_weight has shape \(8, 15\), expected \(R, 16\)"),
         ("gate_up_bias", lambda t: t[:-1], r"gate_up_bias has shape \(31,\), expected \(32,\)"),
         ("down_bias", lambda t: t[:-1], r"down_bias has shape \(7,\), expected \(8,\)"),
     ],

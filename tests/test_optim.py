@@ -401,5 +401,9 @@ def test_groups_that_are_refused(device):
     optimizer = AdamW(parameters(device, [(2,)]))
     with pytest.raises(ValueError, match="lr is -1"):
         optimizer.add_param_group({"params": parameters(device, [(3,)]), "lr": -1})
+    with pytest.raises(ValueError, match="AdamW: a group has master_weights, which is an option of all groups"):
+        optimizer.add_param_group({"params": parameters(device, [(3,)]), "master_weights": True})
     assert len(optimizer.param_groups) == 1
+    with pytest.raises(TypeError, match="AdamW: max_norm is no argument; did you mean max_grad_norm"):
+        AdamW(parameters(device, [(2,)]), max_norm=1.0)
     assert rooftile.optim.AdamW is AdamW

@@ -39,7 +39,8 @@ def checks_keywords(function: Callable[_P, _R], passes_to: Callable[..., object]
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs:
             if name not in known:
-                raise TypeError(f"{function.__qualname__}: {name} is no argument; {did_you_mean(name, known)}")
+                called = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{called}: {name} is no argument; {did_you_mean(name, known)}")
         return function(*args, **kwargs)
 
     return checked

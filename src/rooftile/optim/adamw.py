@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rooftile import library, runtime
+from rooftile.errors import checks_keywords
 from rooftile.ops.adamw import DTYPES, Entry, Group, ListUpdate, dense, hyperparameters, laid_as
 
 NONFINITE = ("propagate", "skip", "error")
@@ -74,13 +75,15 @@ class AdamW(torch.optim.Optimizer):
     What a captured step reads and writes is kept as long as the optimizer. Keep the optimizer as long as its graphs.
 
     Raises:
-        ValueError: a number is out of its range; an option is not one of those named; a parameter is on the CPU without
+        ValueError: a number is out of its range; an option is not one of those named, or is one of all groups and given
+            to one; a parameter is on the CPU without
             the interpreter (at the first step); a gradient is sparse, or a gradient or the state has not its
             parameter's shape (in `step`).
         TypeError: a dtype, a kind of tensor or the type of an option is not one of those named.
         RuntimeError: `step` is captured and a group is not capturable; a norm is not finite, where that is an error.
     """
 
+    @checks_keywords
     def __init__(
         self,
         params: Any,
@@ -144,6 +147,8 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
+            if (name := next((n for n in _OPTIONS if n in param_group), None)) is not None:
+                raise ValueError(f"AdamW: a group has {name}, which is an option of all groups: give it to AdamW")
             _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:

@@ -56,7 +56,8 @@ def _check(
     n = gate_up_weight.shape[0] // 2
     if down_weight.dim() != 2 or down_weight.shape[1] != n:
         raise ValueError(
-            f"{_OP}: down_weight has shape {tuple(down_weight.shape)}, expected (rows, {n}) to match gate_up_weight"
+            f"{_OP}: down_weight has shape {tuple(down_weight.shape)}, expected (R, {n}) to match gate_up_weight: its "
+            f"{2 * n} rows are [gate | up]"
         )
     for name, bias, rows in (("gate_up_bias", gate_up_bias, 2 * n), ("down_bias", down_bias, down_weight.shape[0])):
         dispatch.check_bias(_OP, bias, x, rows, name=name)
