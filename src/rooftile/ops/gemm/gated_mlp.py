@@ -136,7 +136,7 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=x.dtype, device=x.device), torch.empty(gate_up, dtype=x.dtype, device=x.device)
 
 
-def _needs_gates(needs: Sequence[bool]) -> bool:
+def _needs_dgate_up(needs: Sequence[bool]) -> bool:
     """Whether any gradient asked for is computed from those of g and u."""
     return needs[0] or needs[1] or needs[3]
 
@@ -154,7 +154,7 @@ def _gradients(
     check_activation(op, activation)
     rows, k, n = dy.shape[:-1], dy.shape[-1], gate_up.shape[-1] // 2
     columns = next((t.shape[-1] for t in (x, gate_up_weight) if t is not None and t.dim()), 0)
-    needs_dx, needs_dgates, needs_ddown, needs_dgate_bias, needs_ddown_bias = needs
+    needs_dx, needs_dgate_up_weight, needs_ddown_weight, needs_dgate_up_bias, needs_ddown_bias = needs
     for name, tensor in (
         ("x", x),
         ("gate_up_weight", gate_up_weight),
@@ -164,11 +164,11 @@ def _gradients(
         if tensor is not None:
             dispatch.check_dtype(op, name, tensor, "dy", dy)
     for name, tensor, shape, needed in (
-        ("x", x, (*rows, columns), needs_dgates),
+        ("x", x, (*rows, columns), needs_dgate_up_weight),
         ("gate_up_weight", gate_up_weight, (2 * n, columns), needs_dx),
-        ("down_weight", down_weight, (k, n), _needs_gates(needs)),
+        ("down_weight", down_weight, (k, n), _needs_dgate_up(needs)),
         ("gate_up", gate_up, (math.prod(rows), 2 * n), True),
-        ("gate_up_bias", gate_up_bias, (2 * n,), needs_dgate_bias),
+        ("gate_up_bias", gate_up_bias, (2 * n,), needs_dgate_up_bias),
         ("down_bias", down_bias, (k,), needs_ddown_bias),
     ):
         if tensor is None and needed:
@@ -181,14 +181,14 @@ def _gradients(
 
     return (
         memory(needs_dx, *rows, columns),
-        memory(needs_dgates, 2 * n, columns),
-        memory(needs_ddown, k, n),
-        memory(needs_dgate_bias, 2 * n, dtype=dy.dtype if gate_up_bias is None else gate_up_bias.dtype),
+        memory(needs_dgate_up_weight, 2 * n, columns),
+        memory(needs_ddown_weight, k, n),
+        memory(needs_dgate_up_bias, 2 * n, dtype=dy.dtype if gate_up_bias is None else gate_up_bias.dtype),
         memory(needs_ddown_bias, k, dtype=dy.dtype if down_bias is None else down_bias.dtype),
     )
 
 
-def _bind_dgates(
+def _bind_dgate_up(
     dy: Tensor, down_weight: Tensor, n: int, activation: str, precision: str, needs_h: bool
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
     """The launches for dy, down_weight and gate_up; they return its gradient, and h if it is needed."""
@@ -233,9 +233,9 @@ def _prepare_backward(
     memory = [(g.shape, library.contiguous_strides(g.shape), g.dtype) for g in found]
     device, dtype, m, n = dy.device, dy.dtype, math.prod(dy.shape[:-1]), gate_up.shape[-1] // 2
     needs_h = needs[2]
-    of_gates = None
-    if down_weight is not None and _needs_gates(needs) and gate_up.numel():
-        of_gates = _bind_dgates(dy, down_weight, n, activation, precision, needs_h)
+    of_dgate_up = None
+    if down_weight is not None and _needs_dgate_up(needs) and gate_up.numel():
+        of_dgate_up = _bind_dgate_up(dy, down_weight, n, activation, precision, needs_h)
 
     def bound(x: Tensor | None, w: Tensor | None, views: tuple[View, View], shape: Sequence[int]) -> Start:
         if x is None or w is None or not math.prod(shape):
@@ -246,8 +246,8 @@ def _prepare_backward(
     h = grad.view(-1)[: m * n].view(m, n)
     dx_rows = (m, *found[0].shape[-1:]) if needs[0] else (0,)
     of_dx = bound(grad, gate_up_weight, (as_rows, lambda w: w.mT), dx_rows)
-    of_dgates = bound(grad, x, (transposed, transposed), found[1].shape)
-    of_ddown = bound(dy, h, (transposed, transposed), found[2].shape)
+    of_dgate_up_weight = bound(grad, x, (transposed, transposed), found[1].shape)
+    of_ddown_weight = bound(dy, h, (transposed, transposed), found[2].shape)
 
     def run(
         dy: Tensor, x: Tensor | None, gate_up_weight: Tensor | None, down_weight: Tensor | None, gate_up: Tensor,
@@ -258,23 +258,23 @@ def _prepare_backward(
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
         rest = (None,) * 5
-        if of_gates is None or down_weight is None:
+        if of_dgate_up is None or down_weight is None:
             dgate_up, h = gate_up, None  # no gradient is computed from dgate_up
         else:
-            dgate_up, h = of_gates(dy, down_weight, gate_up)
+            dgate_up, h = of_dgate_up(dy, down_weight, gate_up)
         if h is None and needs_h:
             h = gate(gate_up, activation)
-        ddown = new(2)
-        of_ddown(dy, h, ddown, *rest)
+        ddown_weight = new(2)
+        of_ddown_weight(dy, h, ddown_weight, *rest)
         del h  # before the memory of the other gradients is needed
-        dx, dgates, dgate_bias, ddown_bias = new(0), new(1), new(3), new(4)
+        dx, dgate_up_weight, dgate_up_bias, ddown_bias = new(0), new(1), new(3), new(4)
         of_dx(dgate_up, gate_up_weight, dx, *rest)
-        of_dgates(dgate_up, x, dgates, *rest)
+        of_dgate_up_weight(dgate_up, x, dgate_up_weight, *rest)
         if needs[3]:
-            column_sum(dgate_up, dgate_bias)
+            column_sum(dgate_up, dgate_up_bias)
         if needs[4]:
             column_sum(as_rows(dy), ddown_bias)
-        return dx, dgates, ddown, dgate_bias, ddown_bias
+        return dx, dgate_up_weight, ddown_weight, dgate_up_bias, ddown_bias
 
     return run
 
@@ -299,7 +299,7 @@ def _save(ctx, inputs, outputs) -> None:
     ctx.mark_non_differentiable(outputs[1])
     needs = ctx.needs_input_grad[1:6]
     ctx.save_for_backward(
-        x if needs[1] else None, gate_up_weight if needs[0] else None, down_weight if _needs_gates(needs) else None,
+        x if needs[1] else None, gate_up_weight if needs[0] else None, down_weight if _needs_dgate_up(needs) else None,
         outputs[1], gate_up_bias if needs[3] else None, down_bias if needs[4] else None,
     )  # fmt: skip
 
