@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -473,6 +474,10 @@ def test_override_made_after_the_patch_stops_undo_before_it_changes_anything() -
         handle.undo()
     assert "forward" in model.model.layers[0].mlp.__dict__
     model.model.norm.forward = ours
+    ours, model.forward = model.forward, functools.partial(model.forward)
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM\.forward was overridden .*, by .*partial; remove"):
+        handle.undo()
+    model.forward = ours
     handle.undo()
     assert not any("forward" in module.__dict__ for module in model.modules())
 

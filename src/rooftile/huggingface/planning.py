@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ SWITCHES = {
 SWITCHED_OFF = "switched off by the caller"
 CLOSING_ADD = "the last add of a layer is the layer's output; the norm after it belongs to the next layer"
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
+WRAPPED = "_original_forward"  # and the one around which it has put mixed precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,6 +519,15 @@ def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., An
     if name in module.__dict__ and HOOKED not in module.__dict__:
         raise NotRewritable(f"its {name} is overridden on the instance already")
     return name, current
+
+
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether the instance's method is its class's own: pickle and accelerate's `unwrap_model` set one, the latter
+    without decorators."""
+    method, function = module.__dict__.get(name), getattr(type(module), name, None)
+    if not isinstance(method, types.MethodType) or method.__self__ is not module or function is None:
+        return False
+    return method.__func__ in (function, inspect.unwrap(function))
 
 
 def _activation(module: nn.Module, part: Gated | Activated) -> tuple[type[nn.Module], Activation]:
