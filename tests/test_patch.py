@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import io
+import pickle
 import re
 import types
 import warnings
@@ -485,14 +486,14 @@ def test_override_made_after_the_patch_stops_undo_before_it_changes_anything() -
 def test_override_made_before_the_patch_is_left() -> None:
     model = build("Llama")
     norm = model.model.norm
-    norm.forward = types.MethodType(type(norm).forward, norm)
+    norm.forward = types.MethodType(lambda self, x: type(self).forward(self, x), norm)
     with rooftile.patch(model) as handle:
         assert handle.replaced["RMSNorm"] == 4
         assert any("overridden on the instance" in left.reason for left in handle.left)
     assert "forward" in norm.__dict__
 
 
-def test_deepcopy_is_patched_on_its_own_and_pickle_gives_a_plain_model() -> None:
+def test_deepcopy_is_patched_on_its_own() -> None:
     model, ids = build("Llama"), tokens()
     plain = model(ids).logits
     handle = rooftile.patch(model)
@@ -501,9 +502,28 @@ def test_deepcopy_is_patched_on_its_own_and_pickle_gives_a_plain_model() -> None
     assert error(model(ids).logits, plain) < TOLERANCE[torch.float32]
     assert error(twin(ids).logits, 2 * plain) < TOLERANCE[torch.float32]
 
+    handle.undo()
+    assert rooftile.PatchHandle.of(twin).active
+
+
+@pytest.mark.parametrize("switches", [{}, {"attention": True, "linear": True}], ids=["default", "every"])
+@pytest.mark.parametrize("title", ["Llama", "Qwen3", "T5 v1.1"])
+def test_pickle_gives_a_plain_model_that_can_be_patched(title: str, switches: dict[str, bool]) -> None:
+    model = build(title)
+    given, _ = inputs(model, tokens(8))
+    before, plain = model.config._attn_implementation, model(**given).logits
+    handle = rooftile.patch(model, **switches)
+    patched = model(**given).logits
     buffer = io.BytesIO()
     torch.save(model, buffer)
-    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-    assert torch.equal(loaded(ids).logits, plain)
-    rooftile.patch(loaded)
-    handle.undo()
+    for loaded in (torch.load(io.BytesIO(buffer.getvalue()), weights_only=False), pickle.loads(pickle.dumps(model))):
+        assert rooftile.PatchHandle.of(loaded) is None
+        assert {m.config._attn_implementation for m in loaded.modules() if hasattr(m, "config")} == {before}
+        assert torch.equal(loaded(**given).logits, plain)
+        again = rooftile.patch(loaded, **switches)
+        assert again.replaced == handle.replaced
+        assert again.left == handle.left
+        assert torch.equal(loaded(**given).logits, patched)
+        again.undo()
+        assert torch.equal(loaded(**given).logits, plain)
+    assert model.config._attn_implementation == ("rooftile" if switches else before)

@@ -222,6 +222,7 @@ def test_undo_after_a_trainer_with_bf16_keeps_its_autocast(tmp_path: object, by:
         assert torch.equal(found.loss, expected.loss)
     trained.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert rooftile.patch(model).replaced[KIND] == 1
 
 
 def test_undo_after_accelerate_has_unwrapped_the_model(tmp_path: object) -> None:

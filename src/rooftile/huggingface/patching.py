@@ -187,8 +187,9 @@ class PatchHandle:
         return new
 
     def __reduce__(self) -> Any:
-        """A pickled model carries no patch: its handle becomes None."""
-        return type(None), ()
+        """A pickled model carries no patch: its handle becomes None, and its configurations name the attention that
+        they had before."""
+        return (type(None), ()) if self._attention is None else (Switch.undo, (self._attention,))
 
     def undo(self) -> None:
         """Restore the model's own methods; its results are bit-identical to those before. A second call does nothing.

@@ -516,7 +516,7 @@ def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., An
         raise UnknownCode(f"its class has no {name}")
     if name == "_apply_gate" and getattr(module.config, "_experts_implementation", "eager") == "eager":
         raise NotRewritable("config._experts_implementation is 'eager': it loops over the experts in its own code")
-    if name in module.__dict__ and HOOKED not in module.__dict__:
+    if name in module.__dict__ and HOOKED not in module.__dict__ and not is_own(module, name):
         raise NotRewritable(f"its {name} is overridden on the instance already")
     return name, current
 
