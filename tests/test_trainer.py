@@ -1,6 +1,7 @@
 """Patched models in transformers' Trainer, and those that are patched when they are loaded."""
 
 import contextlib
+import re
 import types
 
 import pytest
@@ -223,6 +224,18 @@ def test_undo_after_a_trainer_with_bf16_keeps_its_autocast(tmp_path: object, by:
     trained.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert torch.equal(model(ids).logits, plain(ids).logits)
     assert rooftile.patch(model).replaced[KIND] == 1
+
+
+def test_a_patch_after_a_trainer_with_bf16_warns_that_the_head_is_left(tmp_path: object) -> None:
+    model = build("Llama")
+    trainer(model, tmp_path, bf16=True).train()
+    reason = r"accelerate has wrapped its forward \(mixed precision\): patch before accelerator\.prepare"
+    with pytest.warns(UserWarning, match=rf"leaves head \+ cross entropy \(LlamaForCausalLM\): {reason}"):
+        handle = rooftile.patch(model)
+    assert handle.replaced[KIND] == 0
+    assert handle.replaced["RMSNorm"] == 5
+    assert [left.understood for left in handle.left if re.match(reason, left.reason)] == [True]
+    handle.undo()
 
 
 def test_undo_after_accelerate_has_unwrapped_the_model(tmp_path: object) -> None:

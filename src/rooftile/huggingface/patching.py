@@ -28,6 +28,7 @@ from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.memory import Memory
 from rooftile.huggingface.planning import (
     ATTENTION,
+    BY_ACCELERATE,
     HEAD_LOSS,
     HOOKED,
     KINDS,
@@ -342,7 +343,8 @@ def patch(
         ValueError: it has no module of a known family, or is patched or compiled already.
 
     Warns:
-        UserWarning: Rooftile does not understand some code of this version of transformers, and leaves it.
+        UserWarning: Rooftile does not understand some code of this version of transformers, and leaves it; or leaves
+            the loss, because accelerate has wrapped the model's forward.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -387,10 +389,13 @@ def patch(
     handle = PatchHandle(model, plan.replacements, left, switches, switch, memory)
     for new in plan.replacements:
         _apply(new)
-    if unknown := [f"{item.kind} ({item.what})" for item in left if not item.understood]:
-        warnings.warn(
-            f"rooftile.patch leaves {', '.join(unknown)}: {families.not_understood()}. print(handle) gives the reasons",
-            UserWarning,
-            stacklevel=3,  # the caller of `patch`, which `checks_keywords` calls
-        )
+    unknown = [f"{item.kind} ({item.what})" for item in left if not item.understood]
+    wrapped = [f"{item.kind} ({item.what})" for item in left if item.reason == BY_ACCELERATE]
+    for items, reason in (
+        (unknown, f"{families.not_understood()}. print(handle) gives the reasons"),
+        (wrapped, BY_ACCELERATE),
+    ):
+        if items:
+            # For the caller of `patch`, which `checks_keywords` calls.
+            warnings.warn(f"rooftile.patch leaves {', '.join(items)}: {reason}", UserWarning, stacklevel=3)
     return handle

@@ -60,6 +60,9 @@ SWITCHED_OFF = "switched off by the caller"
 CLOSING_ADD = "the last add of a layer is the layer's output; the norm after it belongs to the next layer"
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
 WRAPPED = "_original_forward"  # and the one around which it has put mixed precision
+BY_ACCELERATE = (
+    "accelerate has wrapped its forward (mixed precision): patch before accelerator.prepare or the first Trainer"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,7 +520,9 @@ def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., An
     if name == "_apply_gate" and getattr(module.config, "_experts_implementation", "eager") == "eager":
         raise NotRewritable("config._experts_implementation is 'eager': it loops over the experts in its own code")
     if name in module.__dict__ and HOOKED not in module.__dict__ and not is_own(module, name):
-        raise NotRewritable(f"its {name} is overridden on the instance already")
+        raise NotRewritable(
+            BY_ACCELERATE if WRAPPED in module.__dict__ else f"its {name} is overridden on the instance already"
+        )
     return name, current
 
 
