@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from rooftile.errors import checks_keywords, did_you_mean
-from rooftile.huggingface import families, loss_head
+from rooftile.huggingface import families, lora, loss_head
 from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.memory import Memory
 from rooftile.huggingface.planning import (
@@ -241,7 +241,9 @@ class PatchHandle:
             hint = "; get_peft_model makes LoRA layers: patch after it" if "lora" in found_none else ""
             lines.append(f"on, but the model has none: {', '.join(found_none)}{hint}")
         if off := [name for name, on in self.switches.items() if not on]:
-            lines.append(f"off: {', '.join(off)}")
+            adapted = 0 if self.switches["lora"] else sum(map(lora.is_lora, self._model.modules()))
+            hint = f" ({adapted} layers; lora=True)" if adapted else ""  # of the last switch
+            lines.append(f"off: {', '.join(off)}{hint}")
         return "\n".join(lines)
 
 

@@ -137,7 +137,9 @@ class Layers:
         """
         layers: list[Any] = []
         for name in part.layers:
-            layer = getattr(module, name, None)
+            layer: Any = getattr(module, name, None)
+            if lora.is_lora(layer):
+                raise NotRewritable(f"its {name} has a LoRA adapter: the layers are multiplied one by one")
             if not isinstance(layer, nn.Linear):
                 cls = type(layer)
                 raise NotRewritable(f"its {name} is a {cls.__module__}.{cls.__name__}, expected a torch.nn.Linear")
