@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
+import pickle
 import re
 import types
 import warnings
@@ -473,6 +475,10 @@ def test_override_made_after_the_patch_stops_undo_before_it_changes_anything() -
         handle.undo()
     assert "forward" in model.model.layers[0].mlp.__dict__
     model.model.norm.forward = ours
+    ours, model.forward = model.forward, functools.partial(model.forward)
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM\.forward was overridden .*, by .*partial; remove"):
+        handle.undo()
+    model.forward = ours
     handle.undo()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -480,14 +486,14 @@ def test_override_made_after_the_patch_stops_undo_before_it_changes_anything() -
 def test_override_made_before_the_patch_is_left() -> None:
     model = build("Llama")
     norm = model.model.norm
-    norm.forward = types.MethodType(type(norm).forward, norm)
+    norm.forward = types.MethodType(lambda self, x: type(self).forward(self, x), norm)
     with rooftile.patch(model) as handle:
         assert handle.replaced["RMSNorm"] == 4
         assert any("overridden on the instance" in left.reason for left in handle.left)
     assert "forward" in norm.__dict__
 
 
-def test_deepcopy_is_patched_on_its_own_and_pickle_gives_a_plain_model() -> None:
+def test_deepcopy_is_patched_on_its_own() -> None:
     model, ids = build("Llama"), tokens()
     plain = model(ids).logits
     handle = rooftile.patch(model)
@@ -496,9 +502,28 @@ def test_deepcopy_is_patched_on_its_own_and_pickle_gives_a_plain_model() -> None
     assert error(model(ids).logits, plain) < TOLERANCE[torch.float32]
     assert error(twin(ids).logits, 2 * plain) < TOLERANCE[torch.float32]
 
+    handle.undo()
+    assert rooftile.PatchHandle.of(twin).active
+
+
+@pytest.mark.parametrize("switches", [{}, {"attention": True, "linear": True}], ids=["default", "every"])
+@pytest.mark.parametrize("title", ["Llama", "Qwen3", "T5 v1.1"])
+def test_pickle_gives_a_plain_model_that_can_be_patched(title: str, switches: dict[str, bool]) -> None:
+    model = build(title)
+    given, _ = inputs(model, tokens(8))
+    before, plain = model.config._attn_implementation, model(**given).logits
+    handle = rooftile.patch(model, **switches)
+    patched = model(**given).logits
     buffer = io.BytesIO()
     torch.save(model, buffer)
-    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-    assert torch.equal(loaded(ids).logits, plain)
-    rooftile.patch(loaded)
-    handle.undo()
+    for loaded in (torch.load(io.BytesIO(buffer.getvalue()), weights_only=False), pickle.loads(pickle.dumps(model))):
+        assert rooftile.PatchHandle.of(loaded) is None
+        assert {m.config._attn_implementation for m in loaded.modules() if hasattr(m, "config")} == {before}
+        assert torch.equal(loaded(**given).logits, plain)
+        again = rooftile.patch(loaded, **switches)
+        assert again.replaced == handle.replaced
+        assert again.left == handle.left
+        assert torch.equal(loaded(**given).logits, patched)
+        again.undo()
+        assert torch.equal(loaded(**given).logits, plain)
+    assert model.config._attn_implementation == ("rooftile" if switches else before)

@@ -272,9 +272,9 @@ def test_lora_adapters_are_used_and_trained(before: bool) -> None:
     if before:
         model = adapt(model)
         handle = rooftile.patch(model, linear=True)
-        lora = "peft.tuners.lora.layer.Linear, expected a torch.nn.Linear"
-        assert reasons(handle, QKV) == [f"its q_proj is a {lora}"]
-        assert reasons(handle, GATE_UP) == [f"its up_proj is a {lora}"]
+        adapter = "has a LoRA adapter: the layers are multiplied one by one"
+        assert reasons(handle, QKV) == [f"its q_proj {adapter}"]
+        assert reasons(handle, GATE_UP) == [f"its up_proj {adapter}"]
         assert handle.replaced[LINEAR] == 8 + 2 * 3
     else:
         handle = rooftile.patch(model, linear=True)

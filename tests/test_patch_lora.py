@@ -52,7 +52,10 @@ def test_patched_model_trains_the_same_and_undo_gives_it_back(targets: list[str]
     model, ids = adapted(target_modules=targets), tokens(6)
     logits, _, grads = run(model, ids)
     model.zero_grad()
+    with rooftile.patch(model) as handle:
+        assert f"off: attention, linear, lora ({LAYERS * len(targets)} layers; lora=True)" in str(handle).splitlines()
     handle = rooftile.patch(model, lora=True, linear=linear)
+    assert "lora=True" not in str(handle)
     assert handle.replaced[LORA] == LAYERS * len(targets)
     assert not why(handle)
     patched, _, found = run(model, ids)

@@ -1,5 +1,7 @@
 """Patched models in transformers' Trainer, and those that are patched when they are loaded."""
 
+import contextlib
+import re
 import types
 
 import pytest
@@ -191,6 +193,60 @@ def test_evaluation_of_the_loss_alone_computes_no_logits(tmp_path: object) -> No
     assert sum(op._schema.name == "rooftile::linear_cross_entropy" for op, _, _ in ops.calls) == 1
     callback.handle.undo()
     assert found["eval_loss"] == pytest.approx(evaluated.evaluate()["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("by", ["undo", "unpatch", "with"])
+def test_undo_after_a_trainer_with_bf16_keeps_its_autocast(tmp_path: object, by: str, again: bool) -> None:
+    """accelerate wraps the model's forward, once for each training."""
+    model, ids = build("Llama"), tokens()
+    handle = rooftile.patch(model, linear=True, attention=True)
+    with handle if by == "with" else contextlib.nullcontext():
+        for _ in range(1 + again):
+            trained = trainer(model, tmp_path, bf16=True)
+            trained.train()
+        if by == "undo":
+            handle.undo()
+        elif by == "unpatch":
+            rooftile.unpatch(model)
+    assert rooftile.PatchHandle.of(model) is None
+    assert {n for n, module in model.named_modules() if "forward" in module.__dict__} == {""}
+    plain = build("Llama")
+    plain.load_state_dict(model.state_dict())
+    for training in (True, False):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            expected = plain.train(training)(ids, labels=ids)
+        with Calls() as ops:
+            found = model.train(training)(ids, labels=ids)
+        assert not any("rooftile" in op._schema.name for op, _, _ in ops.calls)
+        assert torch.equal(found.logits, expected.logits.float())
+        assert torch.equal(found.loss, expected.loss)
+    trained.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert rooftile.patch(model).replaced[KIND] == 1
+
+
+def test_a_patch_after_a_trainer_with_bf16_warns_that_the_head_is_left(tmp_path: object) -> None:
+    model = build("Llama")
+    trainer(model, tmp_path, bf16=True).train()
+    reason = r"accelerate has wrapped its forward \(mixed precision\): patch before accelerator\.prepare"
+    with pytest.warns(UserWarning, match=rf"leaves head \+ cross entropy \(LlamaForCausalLM\): {reason}"):
+        handle = rooftile.patch(model)
+    assert handle.replaced[KIND] == 0
+    assert handle.replaced["RMSNorm"] == 5
+    assert [left.understood for left in handle.left if re.match(reason, left.reason)] == [True]
+    handle.undo()
+
+
+def test_undo_after_accelerate_has_unwrapped_the_model(tmp_path: object) -> None:
+    model = build("Llama")
+    with rooftile.patch(model):
+        trained = trainer(model, tmp_path, bf16=True)
+        trained.train()
+        trained.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    plain = build("Llama")
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
 
 
 @pytest.mark.parametrize("packed", [False, True])

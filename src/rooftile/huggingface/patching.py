@@ -23,18 +23,21 @@ from typing import Any
 from torch import nn
 
 from rooftile.errors import checks_keywords, did_you_mean
-from rooftile.huggingface import families, loss_head
+from rooftile.huggingface import families, lora, loss_head
 from rooftile.huggingface.attention import Switch
 from rooftile.huggingface.memory import Memory
 from rooftile.huggingface.planning import (
     ATTENTION,
+    BY_ACCELERATE,
     HEAD_LOSS,
     HOOKED,
     KINDS,
     SWITCHES,
+    WRAPPED,
     Layers,
     PatchPlan,
     Replacement,
+    is_own,
 )
 from rooftile.huggingface.replacing import is_ours
 
@@ -65,21 +68,36 @@ def _apply(new: Replacement) -> None:
     setattr(new.module, HOOKED if hooked else new.method, types.MethodType(new.function, new.module))
 
 
-def _slot(new: Replacement) -> str:
-    """Where the method is now: hooks may have been added or removed since."""
+def _slot(new: Replacement) -> str | None:
+    """Where the method is now: hooks may have been added or removed since. None where it is no attribute of the module
+    any more, or is inside accelerate's mixed precision, which calls a replaced model of which nothing else is replaced:
+    that runs the model's own lines."""
+    module = new.module.__dict__
     for slot in (new.method, HOOKED):
-        if getattr(new.module.__dict__.get(slot), "__func__", None) is new.function:
+        if getattr(module.get(slot), "__func__", None) is new.function:
             return slot
+    override = module.get(new.method)
+    if override is None or is_own(new.module, new.method):  # accelerate's unwrap_model took the patch away, too
+        return None
+    function: Any = getattr(override, "__func__", override)
+    if new.kind == HEAD_LOSS and WRAPPED in module:
+        inner = function
+        while inner is not None and inner is not new.function:
+            inner = getattr(inner, "__wrapped__", None)
+        if inner is not None:
+            return None
+    where = new.name or type(new.module).__name__
+    by = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__name__)}"
     raise RuntimeError(
-        f"PatchHandle.undo: {new.name}.{new.method} was overridden after the patch; remove that override first"
+        f"PatchHandle.undo: {where}.{new.method} was overridden after the patch, by {by}; remove that override first"
     )
 
 
 def _revert(new: Replacement, module: nn.Module, slot: str) -> None:
-    if slot == HOOKED:
-        setattr(module, slot, types.MethodType(getattr(type(module), new.method), module))
-    else:
+    if slot == new.method:
         delattr(module, slot)
+    else:
+        setattr(module, slot, types.MethodType(getattr(type(module), new.method), module))
 
 
 class PatchHandle:
@@ -170,29 +188,31 @@ class PatchHandle:
         return new
 
     def __reduce__(self) -> Any:
-        """A pickled model carries no patch: its handle becomes None."""
-        return type(None), ()
+        """A pickled model carries no patch: its handle becomes None, and its configurations name the attention that
+        they had before."""
+        return (type(None), ()) if self._attention is None else (Switch.undo, (self._attention,))
 
     def undo(self) -> None:
         """Restore the model's own methods; its results are bit-identical to those before. A second call does nothing.
 
-        Weights that were moved next to each other get memory of their own again, a group at a time.
+        Weights that were moved next to each other get memory of their own again, a group at a time. What accelerate
+        has put around a `forward` since the patch, its hooks or the mixed precision of `Trainer(bf16=True)`, stays.
 
         Raises:
-            RuntimeError: something other than accelerate's hooks has overridden a module's `forward` since the patch.
-                Nothing has changed then.
+            RuntimeError: something else has overridden a module's `forward` since the patch. Nothing has changed then.
         """
         if not self.active:
             return
         slots = [(new, _slot(new)) for new in self._replacements]
         self.skip_logits = None
         for new, slot in slots:
-            _revert(new, new.module, slot)
+            if slot is not None:
+                _revert(new, new.module, slot)
         if self._attention is not None:
             self._attention.undo()
         if self._memory is not None:
             self._memory.undo()
-        # Copies that a wrapper made since (PEFT's modules_to_save) carry the patch too.
+        # Copies that a wrapper made since carry the patch too: PEFT's modules_to_save, accelerate's WRAPPED.
         ours: dict[object, Replacement] = {new.function: new for new in self._replacements}
         for module in self._model.modules():
             for slot, method in list(module.__dict__.items()):
@@ -221,7 +241,9 @@ class PatchHandle:
             hint = "; get_peft_model makes LoRA layers: patch after it" if "lora" in found_none else ""
             lines.append(f"on, but the model has none: {', '.join(found_none)}{hint}")
         if off := [name for name, on in self.switches.items() if not on]:
-            lines.append(f"off: {', '.join(off)}")
+            adapted = 0 if self.switches["lora"] else sum(map(lora.is_lora, self._model.modules()))
+            hint = f" ({adapted} layers; lora=True)" if adapted else ""  # of the last switch
+            lines.append(f"off: {', '.join(off)}{hint}")
         return "\n".join(lines)
 
 
@@ -323,7 +345,8 @@ def patch(
         ValueError: it has no module of a known family, or is patched or compiled already.
 
     Warns:
-        UserWarning: Rooftile does not understand some code of this version of transformers, and leaves it.
+        UserWarning: Rooftile does not understand some code of this version of transformers, and leaves it; or leaves
+            the loss, because accelerate has wrapped the model's forward.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -368,10 +391,13 @@ def patch(
     handle = PatchHandle(model, plan.replacements, left, switches, switch, memory)
     for new in plan.replacements:
         _apply(new)
-    if unknown := [f"{item.kind} ({item.what})" for item in left if not item.understood]:
-        warnings.warn(
-            f"rooftile.patch leaves {', '.join(unknown)}: {families.not_understood()}. print(handle) gives the reasons",
-            UserWarning,
-            stacklevel=3,  # the caller of `patch`, which `checks_keywords` calls
-        )
+    unknown = [f"{item.kind} ({item.what})" for item in left if not item.understood]
+    wrapped = [f"{item.kind} ({item.what})" for item in left if item.reason == BY_ACCELERATE]
+    for items, reason in (
+        (unknown, f"{families.not_understood()}. print(handle) gives the reasons"),
+        (wrapped, BY_ACCELERATE),
+    ):
+        if items:
+            # For the caller of `patch`, which `checks_keywords` calls.
+            warnings.warn(f"rooftile.patch leaves {', '.join(items)}: {reason}", UserWarning, stacklevel=3)
     return handle

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -58,6 +59,10 @@ SWITCHES = {
 SWITCHED_OFF = "switched off by the caller"
 CLOSING_ADD = "the last add of a layer is the layer's output; the norm after it belongs to the next layer"
 HOOKED = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
+WRAPPED = "_original_forward"  # and the one around which it has put mixed precision
+BY_ACCELERATE = (
+    "accelerate has wrapped its forward (mixed precision): patch before accelerator.prepare or the first Trainer"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +137,9 @@ class Layers:
         """
         layers: list[Any] = []
         for name in part.layers:
-            layer = getattr(module, name, None)
+            layer: Any = getattr(module, name, None)
+            if lora.is_lora(layer):
+                raise NotRewritable(f"its {name} has a LoRA adapter: the layers are multiplied one by one")
             if not isinstance(layer, nn.Linear):
                 cls = type(layer)
                 raise NotRewritable(f"its {name} is a {cls.__module__}.{cls.__name__}, expected a torch.nn.Linear")
@@ -514,9 +521,20 @@ def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., An
         raise UnknownCode(f"its class has no {name}")
     if name == "_apply_gate" and getattr(module.config, "_experts_implementation", "eager") == "eager":
         raise NotRewritable("config._experts_implementation is 'eager': it loops over the experts in its own code")
-    if name in module.__dict__ and HOOKED not in module.__dict__:
-        raise NotRewritable(f"its {name} is overridden on the instance already")
+    if name in module.__dict__ and HOOKED not in module.__dict__ and not is_own(module, name):
+        raise NotRewritable(
+            BY_ACCELERATE if WRAPPED in module.__dict__ else f"its {name} is overridden on the instance already"
+        )
     return name, current
+
+
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether the instance's method is its class's own: pickle and accelerate's `unwrap_model` set one, the latter
+    without decorators."""
+    method, function = module.__dict__.get(name), getattr(type(module), name, None)
+    if not isinstance(method, types.MethodType) or method.__self__ is not module or function is None:
+        return False
+    return method.__func__ in (function, inspect.unwrap(function))
 
 
 def _activation(module: nn.Module, part: Gated | Activated) -> tuple[type[nn.Module], Activation]:

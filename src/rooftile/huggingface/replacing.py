@@ -63,7 +63,12 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     if type(module) is not cls or is_hooked(module):
         return False
     forward = module.__dict__.get("forward")
-    return forward is None or is_ours(forward)
+    return forward is None or is_ours(forward) or _is_bound(forward, module)
+
+
+def _is_bound(forward: object, module: nn.Module) -> bool:
+    """Whether that is the forward of the module's class, as an unpickled model has it on the instance."""
+    return isinstance(forward, types.MethodType) and forward == types.MethodType(type(module).forward, module)
 
 
 def is_hooked(module: nn.Module) -> bool:
