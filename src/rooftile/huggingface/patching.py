@@ -187,6 +187,9 @@ class PatchHandle:
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
+    def __copy__(self) -> PatchHandle:
+        return self
+
     def __reduce__(self) -> Any:
         """A pickled model carries no patch: its handle becomes None, and its configurations name the attention that
         they had before."""
