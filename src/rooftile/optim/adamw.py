@@ -129,18 +129,10 @@ class AdamW(torch.optim.Optimizer):
         self._forget()
         # The keys of torch.optim.AdamW's groups, so that each takes the other's checkpoints.
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": True,
-        }
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "foreach": foreach, "capturable": capturable, "differentiable": differentiable,
+            "fused": fused, "decoupled_weight_decay": True,
+        }  # fmt: skip
         _check_group(defaults)
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True
