@@ -424,6 +424,8 @@ def test_accuracy_and_entropy_are_returned_without_logits(title: str, fused: boo
         if fused:
             assert_same_gradients(patched, grads)
             assert not hasattr(step(model, given)[0], "token_accuracy")
+        with pytest.warns(UserWarning, match="return_token_accuracy=True does nothing where logits are returned"):
+            model.eval()(**given, return_token_accuracy=True)
 
 
 @pytest.mark.parametrize("title", ["Llama", "Gemma 2"])

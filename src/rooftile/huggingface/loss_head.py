@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -239,6 +240,13 @@ def unless_logits_are_wanted(ours: Callable[..., Any], original: Callable[..., A
         if skip_logits is None:
             skip_logits = self.__dict__.get(SKIP, self.training)
         if not skip_logits:
+            if return_token_accuracy and not is_compiling():
+                warnings.warn(
+                    f"{type(self).__name__}: return_token_accuracy=True does nothing where logits are returned; pass "
+                    "skip_logits=True too",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return original(self, *args, **kwargs)
         if not return_token_accuracy:
             return ours(self, *args, **kwargs)

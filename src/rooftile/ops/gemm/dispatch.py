@@ -50,8 +50,8 @@ def check_bias(op: str, bias: Tensor | None, x: Tensor, n: int, *others: torch.d
         return
     if bias.shape != (n,):
         raise ValueError(
-            f"{op}: {name} has shape {tuple(bias.shape)}, expected ({n},) to match the rows of "
-            f"{name.replace('bias', 'weight')}"
+            f"{op}: {name} has shape {tuple(bias.shape)}, expected ({n},) to match "
+            f"{'the weight' if name == 'bias' else name.replace('bias', 'weight')}'s rows"
         )
     if bias.dtype not in (x.dtype, torch.float32, *others):
         raise TypeError(f"{op}: {name} has dtype {bias.dtype}, expected {library.or_float32(x)}")
