@@ -133,7 +133,7 @@ def _check_labels(labels: Tensor, hidden: Tensor) -> None:
         raise TypeError(f"labels: has dtype {labels.dtype}, expected int64 or int32, the ids of tokens")
     if labels.numel() != hidden.shape[:-1].numel():
         shape, expected = tuple(labels.shape), tuple(hidden.shape[:-1])
-        raise ValueError(f"labels: has shape {shape}, expected {expected}, a label for each token with logits")
+        raise ValueError(f"labels: has shape {shape}, expected {expected}, a label for each token that the head gets")
 
 
 def fused(

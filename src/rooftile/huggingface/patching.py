@@ -37,9 +37,8 @@ from rooftile.huggingface.planning import (
     Layers,
     PatchPlan,
     Replacement,
-    is_own,
 )
-from rooftile.huggingface.replacing import is_ours
+from rooftile.huggingface.replacing import is_ours, is_own
 
 _HANDLE = "_rooftile_patch"  # where a patched model keeps its handle
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -521,20 +520,11 @@ def _method(module: nn.Module, part: Part | None) -> tuple[str, Callable[..., An
         raise UnknownCode(f"its class has no {name}")
     if name == "_apply_gate" and getattr(module.config, "_experts_implementation", "eager") == "eager":
         raise NotRewritable("config._experts_implementation is 'eager': it loops over the experts in its own code")
-    if name in module.__dict__ and HOOKED not in module.__dict__ and not is_own(module, name):
+    if name in module.__dict__ and HOOKED not in module.__dict__ and not replacing.is_own(module, name):
         raise NotRewritable(
             BY_ACCELERATE if WRAPPED in module.__dict__ else f"its {name} is overridden on the instance already"
         )
     return name, current
-
-
-def is_own(module: nn.Module, name: str) -> bool:
-    """Whether the instance's method is its class's own: pickle and accelerate's `unwrap_model` set one, the latter
-    without decorators."""
-    method, function = module.__dict__.get(name), getattr(type(module), name, None)
-    if not isinstance(method, types.MethodType) or method.__self__ is not module or function is None:
-        return False
-    return method.__func__ in (function, inspect.unwrap(function))
 
 
 def _activation(module: nn.Module, part: Gated | Activated) -> tuple[type[nn.Module], Activation]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -63,12 +64,16 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     if type(module) is not cls or is_hooked(module):
         return False
     forward = module.__dict__.get("forward")
-    return forward is None or is_ours(forward) or _is_bound(forward, module)
+    return forward is None or is_ours(forward) or is_own(module, "forward")
 
 
-def _is_bound(forward: object, module: nn.Module) -> bool:
-    """Whether that is the forward of the module's class, as an unpickled model has it on the instance."""
-    return isinstance(forward, types.MethodType) and forward == types.MethodType(type(module).forward, module)
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether the instance's method is its class's own: pickle and accelerate's `unwrap_model` set one, the latter
+    without decorators."""
+    method, function = module.__dict__.get(name), getattr(type(module), name, None)
+    if not isinstance(method, types.MethodType) or method.__self__ is not module or function is None:
+        return False
+    return method.__func__ in (function, inspect.unwrap(function))
 
 
 def is_hooked(module: nn.Module) -> bool:

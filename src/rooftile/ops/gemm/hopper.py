@@ -29,7 +29,7 @@ epilogue of one overlaps the mainloop of the other. Then each skips the slots of
 
 keeps their mainloops apart. It is needed for more than speed: a parity tells a round of the ring from the previous one,
 not from the one before that, so a consumer may wait for a slot only once the bytes of the slot's previous round have
-landed. So a consumer arrives after all slots of its tile have landed, those that its epilogue reads too.
+landed. A consumer therefore arrives after all slots of its tile have landed, those that its epilogue reads too.
 
 The fp8 kernel of float32 sums (hopper_fp8.py) shares the producer, the ring and the tiling.
 """
