@@ -112,3 +112,25 @@ def test_graphs_that_are_replayed_in_turns_share_memory_and_counters(made_up, mo
     assert not launching._CAPTURES
     assert made_up.streams[0] is made_up.streams[1], "one stream for all graphs of a pool"
     assert made_up.streams[2] is not made_up.streams[0]
+
+
+def test_graphs_of_a_process_group_are_freed_before_it_ends(made_up, monkeypatch):
+    freed = []
+
+    class Graph:
+        def reset(self):
+            freed.append(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(graphs, "_free_at_exit", lambda: made_up.log.append("freed at exit"))
+    alone, _ = graphs.record(lambda: None)
+    assert "freed at exit" not in made_up.log
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    kept, _ = graphs.record(lambda: None)
+    graphs.record(lambda: None)  # and dropped
+    assert made_up.log.count("freed at exit") == 2
+    graphs.free_those_of_groups()
+    assert freed == [kept]
+    graphs.free_those_of_groups()
+    assert freed == [kept]
+    assert alone is not kept

@@ -51,8 +51,7 @@ def losses(*launch):
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_two_gpus_train_to_the_losses_of_one(parallel):
     expected = losses(EXAMPLE, "--parallel", "none")
-    assert len(expected) == 4
-    assert expected[-1] < expected[0]
+    assert len(set(expected)) == 4  # of other windows each
     found = losses("-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLE, "--parallel", parallel)
     # Sums over a batch are in another order; the losses are printed to four places.
     assert found == pytest.approx(expected, abs=2e-4)

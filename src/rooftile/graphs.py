@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +15,8 @@ import torch
 from rooftile import launching
 
 Result = TypeVar("Result")
+
+_of_groups: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that may hold collectives
 
 
 @contextlib.contextmanager
@@ -27,6 +32,22 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def free_those_of_groups() -> None:
+    """Free the graphs that were recorded while there was a process group. None of them can be replayed any more.
+
+    For the end of the group: NCCL's waits, for ever, while there are graphs of its collectives.
+    """
+    for graph in list(_of_groups):
+        graph.reset()
+    _of_groups.clear()
+
+
+@functools.cache
+def _free_at_exit() -> None:
+    """Before the process group ends, if that was registered earlier: what is registered last runs first."""
+    atexit.register(free_those_of_groups)
 
 
 def record(
@@ -65,6 +86,9 @@ def record(
     recording = torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local")
     with torch.cuda.stream(here), uncollected(), recording:
         result = step()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _of_groups.add(graph)
+        _free_at_exit()
     return graph, result
 
 

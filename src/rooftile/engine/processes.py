@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from rooftile import runtime
+from rooftile import graphs, runtime
 from rooftile.engine import ranks
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.engine import Engine
@@ -34,6 +34,11 @@ def _begin(rank: int, n: int, store: str) -> None:
     ranks.begin(_device(rank), init_method=f"file://{store}", rank=rank, world_size=n)
 
 
+def _end() -> None:
+    graphs.free_those_of_groups()
+    ranks.end()
+
+
 def _follow(index: int, n: int, store: str, model: Path | dict[str, Any], options: dict[str, Any]) -> None:
     """One of the other ranks. Rank 0 says when it ends; if that is killed, so is this."""
     if hasattr(os, "setpgrp"):
@@ -47,7 +52,7 @@ def _follow(index: int, n: int, store: str, model: Path | dict[str, Any], option
     else:
         engine = Engine.from_pretrained(model, **options, progress=False)
     follow(engine)
-    ranks.end()
+    _end()
 
 
 def _watch(processes: Any, ended: threading.Event) -> None:
@@ -95,7 +100,7 @@ def started(n: int, model: Path | dict[str, Any], options: dict[str, Any]) -> It
             yield
             ended.set()
             grace = _GRACE
-            ranks.end()
+            _end()
         finally:
             ended.set()
             watch.join(grace)
