@@ -281,6 +281,7 @@ def test_other_lengths_have_a_file_of_their_own():
     of = {dataclasses.replace(made, workload=dataclasses.replace(WORK, **more)).file
           for more in ({}, {"fixed": True}, {"prefix": 8}, {"fixed": True, "prefix": 8})}  # fmt: skip
     assert of == {"m.json", "m-p200-n100.json", "m-prefix8.json", "m-p200-n100-prefix8.json"}
+    assert dataclasses.replace(made, tensor_parallel=(1, 2)).file == "m-tp2.json"
 
 
 def test_the_own_server_is_measured_beside_the_engine(tmp_path):
@@ -304,15 +305,18 @@ def test_the_own_server_is_measured_beside_the_engine(tmp_path):
     assert http["engine"]["step_tokens"] == offline["engine"]["step_tokens"] == "16"
 
 
-def test_random_weights_are_measured_on_two_ranks(tmp_path):
+def test_two_ranks_are_measured_beside_one(tmp_path):
     options = "--model tiny --requests 2 --prompt 4 --new 2 --clients 2 --max-batch 2 --max-seq-len 32 --dtype fp32"
-    command = [sys.executable, "-m", "rooftile", "bench", "serve", *options.split(), "--tensor-parallel", "2"]
+    command = [sys.executable, "-m", "rooftile", "bench", "serve", *options.split(), "--tensor-parallel", "1,2"]
     command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "2 clients: 2 requests, 0 failed" in done.stdout
-    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert 0 < row["load_s"] < row["start_to_first_token_s"]
+    assert done.stdout.count("2 clients: 2 requests, 0 failed") == 2
+    one, two = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (one["impl"], two["impl"]) == ("rooftile", "rooftile_tp2")
+    assert two["of_offline"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
+    assert 0 < one["load_s"] < one["start_to_first_token_s"]
+    assert "start_to_first_token_s" not in two, "one rank was measured before"
 
 
 @pytest.mark.parametrize(
@@ -320,6 +324,7 @@ def test_random_weights_are_measured_on_two_ranks(tmp_path):
     [
         *(["--rate", "0"], ["--rate", "x"], ["--clients", "0"], ["--model", "lama"], ["--speculate", "x"]),
         *(["--http", "--url", "http://127.0.0.1:1"], ["--prefix", "2046"], ["--step-tokens", "8"]),
+        *(["--tensor-parallel", "0"], ["--tensor-parallel", "1,2", "--http"]),
         ["--fixed", "--prompt", "40", "--new", "30", "--max-seq-len", "64"],
     ],
 )

@@ -121,7 +121,7 @@ def test_vllm_and_the_engine_have_the_same_requests_and_a_ratio(stub, tmp_path):
 
 def test_where_vllm_is_absent_the_row_says_so_and_the_run_does_not_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(load, "_of_engine", lambda settings, console, done: None)
+    monkeypatch.setattr(load, "_of_engine", lambda settings, console, done, first: None)
     out = Console(file=io.StringIO(), width=300)
     assert load.run(dataclasses.replace(SETTINGS, json=tmp_path / "rows.json"), out) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -170,7 +170,7 @@ Engine.step, Engine.add_request = failing, counting
 def test_a_process_that_says_nothing_is_ended_and_the_run_goes_on(stub, monkeypatch):
     stub("time.sleep(600)")
     monkeypatch.setattr(vllm, "TIMEOUT_S", 0.2)
-    monkeypatch.setattr(load, "_of_engine", lambda settings, console, done: None)
+    monkeypatch.setattr(load, "_of_engine", lambda settings, console, done, first: None)
     since = time.perf_counter()
     out = Console(file=io.StringIO(), width=300)
     assert load.run(SETTINGS, out) == 0

@@ -401,6 +401,7 @@ class Settings:
         impl: what the rows call it.
         rates, clients: open loops of so many requests a second, and closed loops of so many clients.
         engine: options of `AsyncEngine.from_config`.
+        tensor_parallel: the numbers of GPUs of the engines, each measured in turn.
     """
 
     model: str
@@ -413,7 +414,7 @@ class Settings:
     workload: Workload
     limits: Limits
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tensor_parallel: int = 1
+    tensor_parallel: Sequence[int] = (1,)
     http: bool = False
     peers: Sequence[str] = ()
     json: Path | None = None
@@ -421,10 +422,17 @@ class Settings:
 
     @property
     def file(self) -> str:
-        """The name of the results: those of other lengths have another."""
-        w = self.workload
+        """The name of the results: those of other lengths have another, and those of several GPUs."""
+        w, gpus = self.workload, max(self.tensor_parallel)
         lengths = f"-p{w.prompt}-n{w.new}" if w.fixed else ""
-        return f"{self.model or 'server'}{lengths}{f'-prefix{w.prefix}' if w.prefix else ''}.json"
+        prefix = f"-prefix{w.prefix}" if w.prefix else ""
+        return f"{self.model or 'server'}{lengths}{prefix}{f'-tp{gpus}' if gpus > 1 else ''}.json"
+
+    def on(self, gpus: int) -> Settings:
+        """Of an engine of so many GPUs alone; its rows have a name of their own."""
+        return dataclasses.replace(
+            self, tensor_parallel=(gpus,), impl=self.impl if gpus == 1 else f"{self.impl}_tp{gpus}"
+        )
 
 
 Done = Callable[[dict[str, Any]], None]  # takes a row as soon as its load has ended
@@ -514,7 +522,7 @@ def _engine(settings: Settings) -> Iterator[Any]:
 
     ours = {k: v for k, v in settings.engine.items() if k in ("step_tokens", "prefix_cache", "warm_up")}
     options = {k: v for k, v in settings.engine.items() if k not in ours}
-    n = settings.tensor_parallel
+    (n,) = settings.tensor_parallel
     model = MODELS[settings.model] if settings.weights == RANDOM else Path(settings.weights)
     with processes.started(n, model, options):
         options |= {"tensor_parallel": n, **ours}
@@ -526,7 +534,7 @@ def _engine(settings: Settings) -> Iterator[Any]:
             yield engine
 
 
-def _of_engine(settings: Settings, console: Console, done: Done) -> None:
+def _of_engine(settings: Settings, console: Console, done: Done, first: bool) -> None:
     from rooftile.bench.workloads import RANDOM
 
     since = time.perf_counter()
@@ -534,7 +542,7 @@ def _of_engine(settings: Settings, console: Console, done: Done) -> None:
         seconds = time.perf_counter() - since
         engine.add([1], max_new_tokens=1, ignore_eos=True).result()
         start: dict[str, Any] = {"load_s": seconds}
-        if not settings.http and not settings.peers:  # which ran before
+        if first:
             start["start_to_first_token_s"] = _age()
         if settings.weights != RANDOM:
             start["load_gbs"] = engine.engine.weights.nbytes / seconds / 1e9
@@ -606,6 +614,8 @@ def _check(settings: Settings) -> None:
         check_installed()
     if unknown := [name for name in settings.peers if name not in PEERS]:
         raise ValueError(f"unknown baseline {', '.join(unknown)}; known baselines: {', '.join(PEERS)}")
+    if (settings.http or settings.peers) and len(settings.tensor_parallel) > 1:
+        raise ValueError("--http and --peers take one --tensor-parallel")
     if settings.peers and settings.url:
         raise ValueError("--peers are measured beside an engine of this process; --url names a server")
     if settings.peers and settings.engine.get("quantize") is not None:
@@ -655,7 +665,10 @@ def run(settings: Settings, console: Console) -> int:
     if settings.url:
         asyncio.run(_of_server(settings, console, done))
     else:
-        _of_engine(settings, console, done)
+        first = not settings.http and not settings.peers
+        for gpus in settings.tensor_parallel:
+            _of_engine(settings.on(gpus), console, done, first)
+            first = False
     show(console, rows, settings.limits, measures)
     if path is not None and (chart := draw(path)) is not None:
         console.print(str(chart), highlight=False, soft_wrap=True)

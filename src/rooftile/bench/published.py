@@ -113,6 +113,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         f"{_SERVE} --max-seq-len 1024 --clients 1,8,32,64,128,256",
         f"{_SERVE} --max-seq-len 1024 --rate 16,32 --requests 256 --peers vllm",
     ),
+    "serve-two-gpus": (f"{OFFLINE} --clients 1,32,256 --tensor-parallel 1,2",),
     "e2e": tuple(f"bench e2e {line} --dtype bf16 --seconds 1" for line in _E2E),
     "e2e-fp16": tuple(f"bench e2e {line} --dtype fp16 --seconds 1" for line in _E2E),
     "training": (

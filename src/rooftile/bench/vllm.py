@@ -103,7 +103,7 @@ def _options(settings: Settings, folder: str) -> dict[str, Any]:
         "max_model_len": settings.workload.longest,
         "max_num_seqs": settings.engine["max_batch"],
         "enable_prefix_caching": settings.engine["prefix_cache"],
-        "tensor_parallel_size": settings.tensor_parallel,
+        "tensor_parallel_size": settings.tensor_parallel[0],
         "gpu_memory_utilization": MEMORY,
         "seed": 0,
     }

@@ -19,7 +19,6 @@ from rooftile.cli.common import (
     PrefixCache,
     QuantizeName,
     SpeculateName,
-    TensorParallel,
     WarmUp,
     choose_mode,
     command,
@@ -326,7 +325,14 @@ def bench_serve(
     warm_up: WarmUp = True,
     prefix_cache: PrefixCache = True,
     speculate: SpeculateName = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tensor-parallel",
+            metavar="N",
+            help="GPUs of an engine; repeatable, or with commas: the engines are measured in turn. Default: 1.",
+        ),
+    ] = None,
     json_file: JsonFile = None,
     results: Annotated[
         Path | None,
@@ -367,7 +373,7 @@ def bench_serve(
                 "step_tokens": step_tokens, "prefix_cache": prefix_cache, "warm_up": warm_up,
                 "speculate": speculation_of(speculate),
             },
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=_positive(tensor_parallel, "--tensor-parallel") or (1,),
             http=http,
             peers=names_of(peers) or (),
             json=json_file,

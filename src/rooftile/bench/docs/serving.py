@@ -15,7 +15,7 @@ RATIOS = {"of_offline": "of the engine", "ratio_to_best_peer": "over vLLM"}  # o
 
 
 def _files(results: Path, folder: str) -> Iterator[tuple[Mapping[str, Any], list[dict[str, Any]]]]:
-    for path in sorted(results.glob(f"*/{folder}/*.json")):
+    for path in sorted(results.glob(f"*/{folder}/*.json"), key=lambda path: (path.parent, path.stem)):
         data = json.loads(path.read_text(encoding="utf-8"))
         yield data["meta"], data["rows"]
 
