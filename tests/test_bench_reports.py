@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from toys import CPU, SMALL, TableClock, bench, cells_of, explode, measured, toy
+from toys import CPU, SMALL, TableClock, bench, cells_of, double, explode, measured, toy
 from typer.testing import CliRunner
 
 from rooftile import runtime
@@ -40,6 +40,68 @@ def test_results_are_one_file_per_op_over_all_sets_and_dtypes(monkeypatch, tmp_p
     assert {r.op for r in found} == {"double"}
     assert {(r.shape, r.dtype) for r in found} == {(s, d) for s in ("4x8", "8x8") for d in ("fp32", "bf16")}
     assert (meta["commit"], meta["roof_copy_gbs"], meta["suite"]) == ("abc123", 1000.0, "some")
+
+
+@pytest.fixture
+def cut(monkeypatch, tmp_path):
+    """A run of two points in two dtypes, cut at the third row of ours; and a function that goes on from there."""
+    monkeypatch.setattr(run, "machine", lambda: {**machine(), "gpu": "NVIDIA H100 80GB HBM3"})
+    monkeypatch.setenv("ROOFTILE_COMMIT", "abc123")
+    wanted = {"results": tmp_path, "sets": ["tiny", "llm"], "dtypes": [torch.float32, torch.bfloat16]}
+    case, measure, seen = toy(double, ("other", double)), run.Bench.measure_point, []
+
+    def measure_point(self, case, point, dtype, direction):
+        if cut and len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append((point.label, dtype))
+        return measure(self, case, point, dtype, direction)
+
+    monkeypatch.setattr(run.Bench, "measure_point", measure_point)
+    cut = True
+    with pytest.raises(KeyboardInterrupt):
+        bench(monkeypatch, case, TableClock({}), **wanted, peers=["eager"])
+    cut = False
+
+    def resume(peers=("eager",)):
+        seen.clear()
+        code, found, _ = bench(monkeypatch, case, TableClock({}), **wanted, peers=peers, resume=True)
+        return code, found, list(seen)
+
+    resume.file = tmp_path / "h100" / "rowwise" / "double.json"
+    return resume
+
+
+def test_a_run_that_was_cut_goes_on_where_it_stood(cut):
+    code, found, seen = cut()
+    assert code == 0
+    assert seen == [("8x8", torch.float32), ("8x8", torch.bfloat16)]
+    expected = [(shape, dtype) for shape in ("4x8", "8x8") for dtype in ("fp32", "bf16")]
+    assert [(r.shape, r.dtype) for r in found if r.impl == OURS] == expected
+    assert [(r.shape, r.dtype) for r in rows.read_json(cut.file)[1] if r.impl == OURS] == expected
+    assert cut()[2] == [], "all of them are there"
+
+
+def test_rows_of_another_commit_are_not_kept(cut, monkeypatch):
+    monkeypatch.setenv("ROOFTILE_COMMIT", "abc124")
+    assert len(cut()[2]) == 4
+
+
+def test_points_without_a_baseline_that_is_asked_for_are_measured_again(cut):
+    assert len(cut(peers=["eager", "other"])[2]) == 4
+    assert cut()[2] == []
+
+
+def test_points_at_which_ours_failed_are_measured_again(cut, monkeypatch):
+    with monkeypatch.context() as wrong:
+        wrong.setattr(run, "judge", lambda variant, known: run.Verdict("FAIL" if variant.name == OURS else "ok"))
+        assert cut()[0] == 1
+    code, _, seen = cut()
+    assert (code, len(seen)) == (0, 2)
+
+
+def test_resuming_needs_results(monkeypatch):
+    with pytest.raises(ValueError, match="no --results is given"):
+        bench(monkeypatch, toy(), TableClock({}), resume=True)
 
 
 def test_the_json_holds_every_key_and_no_nan(tmp_path):

@@ -84,7 +84,7 @@ def may_join(meta: Mapping[str, Any], before: Mapping[str, Any], also: Sequence[
     """Whether a run with that metadata may add rows to such a file: machine, versions, known commit and the named
     fields are the same."""
     known = meta["commit"] != UNKNOWN and not meta["commit"].endswith(DIRTY)
-    return known and all(before[name] == meta[name] for name in (*SAME, *also))
+    return known and all(before.get(name) == meta[name] for name in (*SAME, *also))
 
 
 def mode() -> str:

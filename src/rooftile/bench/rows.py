@@ -95,6 +95,11 @@ class Row:
         return f"{self.shape} {' '.join(f'{k}={v}' for k, v in self.options.items())}".rstrip()
 
     @property
+    def group(self) -> tuple[str, str, str, str]:
+        """What it has in common with the rows that it is compared with: op, direction, dtype and place."""
+        return self.op, self.direction, self.dtype, self.place
+
+    @property
     def failed(self) -> bool:
         """Whether this row makes the command fail: ours, wrong or raising."""
         return self.impl == OURS and self.status != "ok"
@@ -153,7 +158,7 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """The rows by op, direction, dtype and point, in the order in which they came."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault((row.op, row.direction, row.dtype, row.place), []).append(row)
+        found.setdefault(row.group, []).append(row)
     return list(found.values())
 
 

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from rooftile import runtime
 from rooftile.bench import report, warm
-from rooftile.bench.info import check_results, machine
+from rooftile.bench.info import check_results, machine, may_join
 from rooftile.bench.measure import ROOF, Effort, Timing, measure, one_of
 from rooftile.bench.roof import Roofs, gemm_dtype, measure_roofs
-from rooftile.bench.rows import EACH, OURS, TOGETHER, Measured, Row, compare, gpu_slug, write_json
+from rooftile.bench.rows import EACH, OURS, TOGETHER, Measured, Row, compare, gpu_slug, groups, read_json, write_json
 from rooftile.bench.timer import Clock, clock
 from rooftile.bench.variants import Variant, check_names, peer_names, variants
 from rooftile.cases import Direction, OpCase, Point, find_cases
@@ -32,8 +32,8 @@ from rooftile.cases.check import NAMES, Truth, check, points
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure and where to write. If `sets`, `dtypes` or `peers` is None, the mode decides. `host`: measure
-    first calls and the host's times too."""
+    """What to measure and where to write. If `sets`, `dtypes` or `peers` is None, the mode decides. `resume`: take what
+    `results` has of this commit. `host`: measure first calls and the host's times too."""
 
     ops: Sequence[str] = ()
     sets: Sequence[str] | None = None
@@ -46,6 +46,7 @@ class Settings:
     plot: Path | None = None
     results: Path | None = None
     suite: str = "rowwise"
+    resume: bool = False
     jobs: int | None = None
     verbose: bool = False
     host: bool = True
@@ -127,7 +128,7 @@ class Bench:
     def __init__(self, settings: Settings, console: Console, clock: Clock, device: torch.device) -> None:
         self.settings, self.console, self.clock, self.device = settings, console, clock, device
         self.phases = Phases()
-        self.meta: dict[str, Any] = machine()
+        self.meta: dict[str, Any] = {**machine(), "suite": settings.suite, "host": {}, "first_call_ms": {}}
         self.roofs: Roofs | None = None
         self.rows: list[Row] = []
 
@@ -146,9 +147,10 @@ class Bench:
         from rooftile.bench.host import first_call_ms, measure_host, smallest
 
         self.phases.enter("first calls and host")
-        first: dict[str, dict[str, float]] = {}
-        host: dict[str, dict[str, Any]] = {}
+        first, host = self.meta["first_call_ms"], self.meta["host"]
         for case, _ in plan.values():
+            if case.name in self.meta["host"]:
+                continue
             try:
                 point = smallest(case, dtype)
                 first[case.name] = first_call_ms(case, point, dtype, self.clock, self.device)
@@ -157,7 +159,6 @@ class Bench:
                 self.console.print(
                     f"{case.name}: the host's time was not measured: {brief(error)}", style="yellow", markup=False
                 )
-        self.meta["first_call_ms"], self.meta["host"] = first, host
 
     def row(self, case: OpCase, point: Point, dtype: torch.dtype, direction: Measured, name: str) -> Row:
         nbytes = case.nbytes(point, dtype.itemsize, one_of(direction))
@@ -227,13 +228,31 @@ class Bench:
             row.status, row.message = "error", message
         return rows
 
+    def path(self, case: OpCase) -> Path:
+        """The op's file in the results."""
+        assert self.settings.results is not None
+        return self.settings.results / gpu_slug(str(self.meta["gpu"])) / self.settings.suite / f"{case.name}.json"
+
+    def measured(self, case: OpCase) -> dict[tuple[str, ...], list[Row]]:
+        """The groups of rows that the op's file has of this machine, commit and suite, all baselines there and none of
+        ours failed. The file's host times are taken, too."""
+        if not self.path(case).is_file():
+            return {}
+        meta, rows = read_json(self.path(case))
+        if not may_join(self.meta, meta, ("suite",)):
+            return {}
+        for key in ("host", "first_call_ms"):
+            self.meta[key] |= meta.get(key, {})
+        names = self.settings.peers if self.settings.peers is not None else peer_names(case)
+        found = (group for group in groups(rows) if {row.impl for row in group}.issuperset((OURS, *names)))
+        return {group[0].group: group for group in found if not any(row.failed for row in group)}
+
     def write_results(self, case: OpCase, charts: bool) -> None:
         if self.settings.results is None:
             return
-        path = self.settings.results / gpu_slug(str(self.meta["gpu"])) / self.settings.suite / f"{case.name}.json"
-        meta = {**self.meta, "suite": self.settings.suite}
+        path, meta = self.path(case), dict(self.meta)
         for key in ("host", "first_call_ms"):
-            meta[key] = {name: value for name, value in self.meta.get(key, {}).items() if name == case.name}
+            meta[key] = {name: value for name, value in self.meta[key].items() if name == case.name}
         rows = [r for r in self.rows if r.op == case.name]
         write_json(path, meta, rows)
         if case.over and charts:
@@ -308,6 +327,8 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
 
 def _mode_defaults(settings: Settings, measures: bool) -> Settings:
     check_results(settings.results, measures)
+    if settings.resume and settings.results is None:
+        raise ValueError("resume goes on from rows in results, and no --results is given")
     slow = [name for name in settings.sets or () if name not in SMALL_SETS]
     if slow and not measures:
         raise ValueError(
@@ -340,11 +361,15 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
     work = plan(settings)
     assert settings.dtypes is not None
     bench = Bench(settings, console, timer or clock(device), device)
+    rows: dict[tuple[str, ...], list[Row]] = {}
+    if settings.resume:
+        for case, _ in work.values():
+            rows |= bench.measured(case)
     bench.measure_roofs()
     if bench.clock.measures and settings.host:
         bench.measure_host(work, settings.dtypes[0])
 
-    todo = [
+    every = [
         (case.together() if direction == TOGETHER else case, point, dtype, direction)
         for case, found in work.values()
         for point in found
@@ -353,23 +378,26 @@ def run(settings: Settings, console: Console, device: torch.device | None = None
         for direction in settings.directions
         if direction == "forward" or case.grads
     ]
+    keys = [bench.row(*where, OURS).group for where in every]
+    todo = [(key, *where) for key, where in zip(keys, every, strict=True) if key not in rows]
     jobs = warm.default_jobs(len(todo)) if settings.jobs is None else settings.jobs
     if jobs:
         bench.phases.enter("compile ahead")
         peers = None if settings.peers is None else tuple(settings.peers)
         with progress(console, len(todo)) as (begin, done):
             begin(f"compiling in {jobs} processes")
-            warm.warm([warm.Task(c.name, p, d, w, peers) for c, p, d, w in todo], jobs, done)
+            warm.warm([warm.Task(c.name, p, d, w, peers) for _, c, p, d, w in todo], jobs, done)
 
     gc.freeze()  # objects alive now are not scanned again: later collections are quick
+    bench.rows = [row for key in keys for row in rows.get(key, ())]
     with progress(console, len(todo), settings.verbose) as (begin, done):
-        for i, (case, point, dtype, direction) in enumerate(todo):
+        for i, (key, case, point, dtype, direction) in enumerate(todo):
             begin(f"{case.name} {direction} {NAMES[dtype]} {point}")
             since = time.perf_counter()
-            rows = bench.measure_safely(case, point, dtype, direction)
-            bench.rows += rows
-            done(_line(rows, time.perf_counter() - since))
-            ends = i + 1 == len(todo) or todo[i + 1][0].name != case.name
+            rows[key] = bench.measure_safely(case, point, dtype, direction)
+            bench.rows = [row for each in keys for row in rows.get(each, ())]
+            done(_line(rows[key], time.perf_counter() - since))
+            ends = i + 1 == len(todo) or todo[i + 1][1].name != case.name
             bench.write_results(case, charts=ends)  # now, before a failure at a later point loses them
             if ends:
                 bench.clock.release()

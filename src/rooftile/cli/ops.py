@@ -109,6 +109,12 @@ def bench(
         typer.Option(metavar="DIR", file_okay=False, help="Write DIR/<gpu>/<suite>/<op>.json, as in results/."),
     ] = None,
     suite: Annotated[str, typer.Option(help="The suite's name under --results.")] = "rowwise",
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Keep the points that --results has of this commit and machine, and measure the others."
+        ),
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(min=0, help="Processes that compile in advance; 0 for none. Default: by the amount of work."),
@@ -151,6 +157,7 @@ def bench(
         plot=plot,
         results=results,
         suite=suite,
+        resume=resume,
         jobs=jobs,
         verbose=verbose,
     )
