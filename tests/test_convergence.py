@@ -27,7 +27,6 @@ INTERPRETED = pytest.mark.skipif(
 )
 
 
-@pytest.mark.nightly  # a step of each family: test_patch_training.py
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_twenty_steps_in_float32_give_the_plain_losses_and_weights(name, monkeypatch, device):
     title = trajectory.TITLES[name]

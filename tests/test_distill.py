@@ -29,7 +29,6 @@ def _little_text(monkeypatch):
     monkeypatch.setattr(library_text, "training_files", lambda: files[:2])
 
 
-@pytest.mark.nightly  # the loss and its gradients are tested below
 def test_the_student_comes_nearer_to_its_teacher(example, device, capsys):
     losses = example.distill(example.arguments([*SMALL, "--steps", "3", "--lr", "2e-2"]), device)
     assert losses[-1] < losses[0]

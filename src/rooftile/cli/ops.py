@@ -461,7 +461,7 @@ def inspect(
     ] = None,
     most_seconds: Annotated[
         float | None,
-        typer.Option("--max-compile-seconds", metavar="N", min=0, help="Fail kernels that take longer to compile."),
+        typer.Option("--max-compile-seconds", metavar="N", min=0, help="Fail kernels that take more processor time to compile."),
     ] = None,
 ) -> None:
     """Compile every kernel for a target, without a GPU. Show registers, spills, shared memory and compile time.
@@ -469,7 +469,7 @@ def inspect(
     Tuned tables are used only if ROOFTILE_TUNING_GPU names a GPU, such as ROOFTILE_TUNING_GPU=h200.
 
     Exit code 1 if a kernel does not compile, spills more than its case allows, exceeds the limits of a CTA, or takes
-    longer than --max-compile-seconds.
+    more than --max-compile-seconds.
     """
     from rooftile import runtime
 

@@ -48,7 +48,7 @@ class Kernel:
         signature: the types of its arguments; those divisible by 16 end in ":16".
         registers, stack, spills, shared, load, store, mistakes, machine_code, instructions: see
             `rooftile.inspect.resources.Resources`.
-        compile_ms: the first call, from the launcher to the binary, with nothing cached.
+        compile_ms: the processor time of the first call, from the launcher to the binary, with nothing cached.
     """
 
     hash: str

@@ -204,7 +204,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(
         "points: the cases that share the kernel. registers: 32-bit, a thread's. spills: bytes of them in local "
         "memory, as they stand in the code. shared: bytes a block takes. load, store: bytes of the widest access to "
-        "global memory. compile ms: the first call, nothing cached, other compilations beside it; the first of a "
+        "global memory. compile ms: processor time of the first call, nothing cached; the first of a "
         "process bears Triton's own start.",
         style="dim",
     )
