@@ -461,7 +461,9 @@ def inspect(
     ] = None,
     most_seconds: Annotated[
         float | None,
-        typer.Option("--max-compile-seconds", metavar="N", min=0, help="Fail kernels that take more processor time to compile."),
+        typer.Option(
+            "--max-compile-seconds", metavar="N", min=0, help="Fail kernels that take more processor time to compile."
+        ),
     ] = None,
 ) -> None:
     """Compile every kernel for a target, without a GPU. Show registers, spills, shared memory and compile time.
