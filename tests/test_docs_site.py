@@ -4,6 +4,7 @@ import functools
 import html.parser
 import http.server
 import json
+import os
 import posixpath
 import re
 import shutil
@@ -93,6 +94,35 @@ def test_the_reference_has_every_case_and_command(index):
         titles[entry["location"].partition("#")[0]].add(entry["title"])
     assert set(all_cases()) <= titles["reference/cases/"]
     assert {"rooftile check", "rooftile bench", "rooftile bench e2e", "rooftile inspect"} <= titles["reference/cli/"]
+
+
+def test_mike_puts_versions_beside_each_other_with_the_sites_own_configuration(tmp_path):
+    """A page of its own in place of docs/, which would take it as long as `make site`."""
+    pytest.importorskip("mike", reason="mike is not installed")
+    import yaml
+
+    def run(*command):
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # mike starts mkdocs by its name
+        names = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        env = os.environ | names | {"PATH": path, "NO_MKDOCS_2_WARNING": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    config = {k: v for k, v in config.items() if k not in ("nav", "hooks")} | {"plugins": ["search"]}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (tmp_path / "docs" / "stylesheets").mkdir(parents=True)
+    (tmp_path / "docs" / "stylesheets" / "extra.css").touch()
+    (tmp_path / "docs" / "index.md").write_text("# A page\n", encoding="utf-8")
+    run("git", "init", "-q")
+    run("git", "commit", "-q", "--allow-empty", "-m", "x")  # mike names the commit that it builds
+    for version in ("0.1", "0.2"):
+        run("mike", "deploy", "--update-aliases", version, "latest")
+    versions = json.loads(run("git", "show", "gh-pages:versions.json"))
+    assert [(v["version"], v["aliases"]) for v in versions] == [("0.2", ["latest"]), ("0.1", [])]
+    for version in ("0.1", "0.2"):  # each page asks for the list of versions
+        assert '"provider": "mike"' in run("git", "show", f"gh-pages:{version}/index.html")
 
 
 class _Slow(http.server.SimpleHTTPRequestHandler):

@@ -31,11 +31,12 @@ STAMP = VENV / "rooftile-setup.json"
 PYPROJECT = ROOT / "pyproject.toml"
 TOOLS = ROOT / "tools"
 
+DOCS = ("mkdocs-material", "mkdocstrings", "mike")
 # Extras of pyproject.toml that a task needs, and requirements among them that it does without.
 TASKS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "demo": (("cpu", "hf", "bench"), frozenset()),
-    "test": (("dev",), frozenset({"build", "ruff", "mypy", "mkdocs-material", "mkdocstrings"})),
-    "dev": (("dev",), frozenset({"mkdocs-material", "mkdocstrings"})),
+    "test": (("dev",), frozenset({"build", "ruff", "mypy", *DOCS})),
+    "dev": (("dev",), frozenset(DOCS)),
     "site": (("docs",), frozenset()),
 }
 

@@ -54,6 +54,33 @@ ISSUES = "selected"  # ncu counts the warp that issues among the causes
 class ProfilerError(Exception):
     """There is no profiler, or it failed; the message says what to do."""
 
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code  # of the profiler
+
+
+def find_profiler(name: str, otherwise: str) -> str:
+    """The path of a profiler.
+
+    Raises:
+        ProfilerError: it is not on the PATH; the message ends with `otherwise`.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise ProfilerError(f"{name} is not on the PATH. {otherwise}")
+    return path
+
+
+def start_profiler(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a profiler to its end, with what it and the program under it print."""
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def failure(what: str, done: subprocess.CompletedProcess[str]) -> ProfilerError:
+    """The error of a profiler that ended so, with its last lines."""
+    last = "\n".join(f"{done.stdout}\n{done.stderr}".strip().splitlines()[-5:])
+    return ProfilerError(f"{what} (exit code {done.returncode}):\n{last}", done.returncode or 2)
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -152,23 +179,20 @@ def profile(task: Task, ncu: str | None = None) -> list[Profile]:
     Raises:
         ProfilerError: `ncu` is not installed, may not read the counters, or failed.
     """
-    ncu = ncu or shutil.which("ncu")
-    if ncu is None:
-        raise ProfilerError(
-            "ncu is not on the PATH. Nsight Compute comes with the CUDA toolkit; without it, `rooftile bench` gives "
-            "times and the fraction of the roof, and `rooftile inspect` registers, spills and shared memory."
-        )
-    done = subprocess.run(command(ncu, task), capture_output=True, text=True, check=False)
-    said = f"{done.stdout}\n{done.stderr}"
-    if "ERR_NVGPUCTRPERM" in said:
+    ncu = ncu or find_profiler(
+        "ncu",
+        "Nsight Compute comes with the CUDA toolkit; without it, `rooftile bench` gives times and the fraction of the "
+        "roof, and `rooftile inspect` registers, spills and shared memory.",
+    )
+    done = start_profiler(command(ncu, task))
+    if "ERR_NVGPUCTRPERM" in f"{done.stdout}\n{done.stderr}":
         raise ProfilerError("this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root")
     try:
         found = parse(done.stdout)
     except ValueError:
         found = []
     if done.returncode or not found:
-        last = "\n".join(said.strip().splitlines()[-5:])
-        raise ProfilerError(f"ncu gave no counters (exit code {done.returncode}):\n{last}")
+        raise failure("ncu gave no counters", done)
     return found
 
 

@@ -94,11 +94,11 @@ def message_of(error: Exception) -> str:
     return text
 
 
-def refused(name: str | None, error: Exception, more: str = "") -> typer.Exit:
-    """The end of that command, with exit code 2, after a line that says what the error says."""
+def refused(name: str | None, error: Exception, more: str = "", code: int = 2) -> typer.Exit:
+    """The end of that command, with an exit code, after a line that says what the error says."""
     text = f"rooftile {name}: {message_of(error)}{more}"
     notices.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(2)
+    return typer.Exit(code)
 
 
 app = typer.Typer(

@@ -173,7 +173,12 @@ def audit(
     layers: Annotated[int | None, typer.Option(min=1, help="Keep only the first layers of the model.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Write the profiler's trace, for Perfetto."),
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Write the trace of PyTorch's profiler, for Perfetto; or to FILE.nsys-rep a report of Nsight Systems, "
+            "for which the phases run once more under nsys.",
+        ),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -196,6 +201,7 @@ def audit(
         raise typer.BadParameter("a checkpoint folder names its model: give one of the two", param_hint="--model")
     require_charts(timeline, results)
     from rooftile import runtime
+    from rooftile.bench.profile import ProfilerError
     from rooftile.cases.check import DTYPES
     from rooftile.inspect.audit import Settings, run
 
@@ -219,6 +225,8 @@ def audit(
     )
     try:
         code = run(settings, console)
+    except ProfilerError as error:
+        raise refused("audit", error, code=error.code) from None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)

@@ -17,7 +17,7 @@ from rooftile import runtime
 from rooftile.inspect.audit import report as audit_report
 from rooftile.inspect.audit import timeline as audit_timeline
 from rooftile.inspect.audit.kernels import Kind
-from rooftile.inspect.audit.profile import Part, profiled, recorded
+from rooftile.inspect.audit.profile import NSYS, Part, captured, profiled, recorded
 from rooftile.inspect.audit.trace import Phase
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Settings:
         prompt, steps: tokens of each prompt, and decoding steps after it.
         speculate, tensor_parallel: of the serving engine alone.
         layers: cut the model to its first layers.
-        trace: the profiler's trace is written there.
+        trace: the profiler's trace is written there; by Nsight Systems, after the audit, where its suffix is .nsys-rep.
         timeline: a picture of a decoding step of each implementation, in SVG.
         results: <gpu>/audit/<model>.json and .svg are written there; of the serving engine no .svg.
     """
@@ -170,6 +170,9 @@ def _parts(impl: Impl, model: Model, s: Settings) -> list[Part]:
 
 def _audit(impl: Impl, build: Callable[[], Sequence[Part]], trace: Path | None) -> Audit:
     if runtime.MODE is runtime.Mode.GPU:
+        if trace is not None and trace.suffix == NSYS:
+            captured(build)
+            return Audit(impl, [])
         # The compiler launches the kernels of a patched model itself, with nobody told.
         return Audit(impl, profiled(build, trace, strict=impl != "patched"))
     return Audit(impl, recorded(build))
@@ -203,11 +206,20 @@ def _serving(s: Settings) -> tuple[str, Audit]:
         return title, _audit("serve", build, s.trace)
 
 
+def capture(s: Settings) -> None:
+    """Run the phases of the implementation that was asked for, in the process under Nsight Systems."""
+    if s.impl == "serve":
+        _serving(s)
+    else:
+        _audits(s, measured=False)
+
+
 def run(s: Settings, console: Console) -> int:
     """Audit, show and write. The exit code: 1 if the implementation that was asked for does not pass.
 
     Raises:
         ValueError: the model is not known, or what is asked for needs a GPU.
+        ProfilerError: the trace is one of Nsight Systems, which is not installed or failed.
     """
     from rooftile.bench.info import check_results
 
@@ -224,14 +236,30 @@ def run(s: Settings, console: Console) -> int:
             "the ops of PyTorch beside them, in Triton's interpreter.",
             style="yellow",
         )
+    by_nsys = None
+    if s.trace is not None and s.trace.suffix == NSYS:
+        from rooftile.inspect.audit import nsys
+
+        by_nsys = nsys.find()  # before anything is measured
+    here = s if by_nsys is None else dataclasses.replace(s, trace=None)
     if s.impl == "serve":
-        title, audit = _serving(s)
+        title, audit = _serving(here)
         audits = [audit]
     else:
-        title, audits = _audits(s, measured)
+        title, audits = _audits(here, measured)
     audit_report.show(audits, console, measured)
     write(s, title, audits)
+    if by_nsys is not None and s.trace is not None:
+        _free()  # the other process loads the model, too
+        nsys.record(by_nsys, s, s.trace)
+        console.print(f"{s.trace}: written", markup=False, highlight=False, soft_wrap=True)
     return 1 if audits[0].faults else 0
+
+
+def _free() -> None:
+    """Give back the GPU's memory that what has been audited held."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _audits(s: Settings, measured: bool) -> tuple[str, list[Audit]]:
@@ -253,8 +281,7 @@ def _audits(s: Settings, measured: bool) -> tuple[str, list[Audit]]:
 
     audits = [audit(s.impl or "engine", s.trace)]
     if s.impl is None and measured:
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free()
         beside = None if s.trace is None else s.trace.with_name(f"{s.trace.stem}.cuda{s.trace.suffix}")
         try:
             audits.append(audit("cuda", beside))

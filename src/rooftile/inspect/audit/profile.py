@@ -1,4 +1,4 @@
-"""An implementation of a model, run phase by phase: on a GPU under PyTorch's profiler, else with its calls recorded."""
+"""An implementation of a model, run phase by phase: on a GPU under a profiler, else with its calls recorded."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rooftile.inspect.audit.trace import MARK, Phase
 
 from triton.runtime.jit import JITFunction  # isort: skip
 
+NSYS = ".nsys-rep"  # the suffix of a report of Nsight Systems
 # PyTorch's own remedy for graphs under the profiler: CUPTI is neither taken down nor set up again.
 _CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
@@ -73,10 +74,37 @@ def told() -> Iterator[list[Any]]:
         kernels += found.values()
 
 
-def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict: bool) -> list[Phase]:
-    """The phases of what `build` makes, as the profiler saw them on the GPU.
+def _ready(build: Callable[[], Sequence[Part]]) -> Sequence[Part]:
+    """The parts, after two runs of each: kernels are compiled then, and graphs recorded, those of prompts in the second
+    run."""
+    parts = build()
+    for part in (*parts, *parts):
+        part.before()
+        part.run()
+    torch.cuda.synchronize()
+    return parts
 
-    Everything is run twice before: kernels are compiled then, and graphs recorded, those of prompts the second time.
+
+def _run(parts: Sequence[Part], mark: Callable[[str], contextlib.AbstractContextManager[Any]]) -> None:
+    """Run the parts, each within `mark` of its name."""
+    for part in parts:
+        part.before()
+        torch.cuda.synchronize()
+        with mark(MARK + part.name):
+            part.run()
+        torch.cuda.synchronize()
+
+
+def captured(build: Callable[[], Sequence[Part]]) -> None:
+    """Run what `build` makes for a profiler around this process: between cudaProfilerStart and cudaProfilerStop, each
+    phase in an NVTX range."""
+    parts = _ready(build)
+    with torch.cuda.profiler.profile():
+        _run(parts, torch.cuda.nvtx.range)
+
+
+def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict: bool) -> list[Phase]:
+    """The phases of what `build` makes, as PyTorch's profiler saw them on the GPU.
 
     Args:
         trace: where the profiler's trace is written, for Perfetto.
@@ -86,18 +114,9 @@ def profiled(build: Callable[[], Sequence[Part]], trace: Path | None, *, strict:
         os.environ.setdefault(name, value)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with told() as kernels:
-        parts = build()
-        for part in (*parts, *parts):
-            part.before()
-            part.run()
-        torch.cuda.synchronize()
+        parts = _ready(build)
         with torch.profiler.profile(activities=activities) as profiler:
-            for part in parts:
-                part.before()
-                torch.cuda.synchronize()
-                with torch.profiler.record_function(MARK + part.name):
-                    part.run()
-                torch.cuda.synchronize()
+            _run(parts, torch.profiler.record_function)
     launched = [k for compiled in kernels if (k := _launched(compiled)) is not None]
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json"
