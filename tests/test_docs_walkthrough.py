@@ -71,7 +71,7 @@ def test_every_implementation_has_a_line_and_other_shapes_none(tmp_path):
 
 
 def test_the_counters_are_those_of_the_two_profiles(tmp_path, monkeypatch):
-    assert "No profile" in table("walkthrough-counters", tmp_path)
+    assert NO_RESULTS in table("walkthrough-counters", tmp_path)
     meta = {**machine(), "gpu": GPU, "driver": "1.2"}
     monkeypatch.setattr(profile, "machine", lambda: meta)
     found = Profile("_loop_kernel(long)", {"us": 91.25, "read": 134e6, "registers": 28}, {"long_scoreboard": 31.5})

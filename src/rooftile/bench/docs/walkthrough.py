@@ -88,4 +88,4 @@ def counters(results: Path) -> str:
                 names = [p.kernel.partition("(")[0] for p in found]
                 parts += [f"`{op}`, {shape}: {machine(data['meta'])}.", ""]
                 parts += [markdown(("", *(f"{name}>" for name in names)), profile.lines(found)), ""]
-    return "\n".join(parts).strip() or "*No profile of the two calls is committed yet.*"
+    return "\n".join(parts).strip() or NO_RESULTS
