@@ -64,6 +64,15 @@ def test_no_command_overwrites_what_another_one_wrote():
     assert len(written) == len(set(written))
 
 
+def test_composed_eager_is_left_out_only_where_its_scores_take_too_long_or_do_not_fit():
+    without = set()
+    for line in LINES:
+        name, options = parsed(line)
+        if name == "bench" and options["peers"] and "eager" not in names_of(options["peers"]):
+            without |= {(options["suite"], op) for op in options["ops"]}
+    assert without == {("attention", "attention_varlen"), ("attention-memory", "attention")}
+
+
 def test_the_commands_run_in_turn_and_a_failure_does_not_stop_them(monkeypatch, tmp_path):
     ran = []
 

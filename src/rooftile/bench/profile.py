@@ -230,6 +230,30 @@ def main(text: str) -> None:
     run_call(Task.from_json(text), around, device)
 
 
+def lines(found: Sequence[Profile]) -> list[list[str]]:
+    """The counters by line: its name, then a cell for each kernel."""
+
+    def of(name: str, unit: str = "", factor: float = 1.0) -> Callable[[Profile], str]:
+        return lambda p: f"{number(p.counters[name] * factor, 4)}{unit}" if name in p.counters else "–"
+
+    def stall(i: int) -> Callable[[Profile], str]:
+        return lambda p: " ".join(f"{n} {v:.2f}" for n, v in [*p.stalls.items()][i : i + 1])
+
+    forms = {
+        "time": of("us", " us"),
+        "achieved occupancy": of("occupancy", " %"),
+        "DRAM throughput": of("dram", " %"),
+        "L2 hit rate": of("l2", " %"),
+        "tensor pipe active": of("tensor", " %"),
+        "DRAM bytes read": of("read", " MB", 1e-6),
+        "DRAM bytes written": of("written", " MB", 1e-6),
+        "programs x threads": lambda p: " x ".join(f"{p.counters.get(n, 0):.0f}" for n in ("grid", "threads")),
+        "registers a thread": of("registers"),
+        **{f"stall {i + 1}, cycles an instruction": stall(i) for i in range(STALLS)},
+    }
+    return [[name, *map(form, found)] for name, form in forms.items()]
+
+
 def show(case: OpCase, task: Task, found: Sequence[Profile], console: Console) -> None:
     """A column for each kernel; the bytes of all kernels beside the least that the op must move."""
     least = case.nbytes(task.point, DTYPES[task.dtype].itemsize, task.direction)
@@ -237,27 +261,8 @@ def show(case: OpCase, task: Task, found: Sequence[Profile], console: Console) -
     table.add_column("")
     for p in found:
         table.add_column(p.kernel.partition("(")[0], justify="right", overflow="fold")
-
-    def line(name: str, form: Callable[[Profile], str]) -> None:
-        table.add_row(name, *map(form, found))
-
-    def of(name: str, unit: str = "", factor: float = 1.0) -> Callable[[Profile], str]:
-        return lambda p: f"{number(p.counters[name] * factor, 4)}{unit}" if name in p.counters else "–"
-
-    line("time", of("us", " us"))
-    line("achieved occupancy", of("occupancy", " %"))
-    line("DRAM throughput", of("dram", " %"))
-    line("L2 hit rate", of("l2", " %"))
-    line("tensor pipe active", of("tensor", " %"))
-    line("DRAM bytes read", of("read", " MB", 1e-6))
-    line("DRAM bytes written", of("written", " MB", 1e-6))
-    line("programs x threads", lambda p: " x ".join(f"{p.counters.get(n, 0):.0f}" for n in ("grid", "threads")))
-    line("registers a thread", of("registers"))
-    for i in range(STALLS):
-        line(
-            f"stall {i + 1}, cycles an instruction",
-            lambda p, i=i: " ".join(f"{n} {v:.2f}" for n, v in [*p.stalls.items()][i : i + 1]),  # type: ignore[misc]
-        )
+    for line in lines(found):
+        table.add_row(*line)
     console.print(table)
     moved = sum(p.counters.get("read", 0.0) + p.counters.get("written", 0.0) for p in found)
     console.print(

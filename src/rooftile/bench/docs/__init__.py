@@ -37,6 +37,7 @@ from rooftile.bench.docs import serving as docs_serving
 from rooftile.bench.docs import sweeps as docs_sweeps
 from rooftile.bench.docs import training as docs_training
 from rooftile.bench.docs import twins as docs_twins
+from rooftile.bench.docs import walkthrough as docs_walkthrough
 from rooftile.bench.docs.tables import (
     AGED,
     LARGE,
@@ -234,6 +235,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "passes": docs_passes.table,
     "rooflines": docs_sweeps.rooflines,
     "twins": docs_twins.table,
+    "walkthrough-least": docs_walkthrough.least,
+    **{f"walkthrough-{op}": functools.partial(docs_walkthrough.measured, op=op) for op in docs_walkthrough.KERNELS},
+    "walkthrough-counters": docs_walkthrough.counters,
     "headline": docs_headline.table,
     "headline-ops": docs_headline.ops,
     "targets": docs_headline.targets,

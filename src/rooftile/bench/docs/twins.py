@@ -20,7 +20,8 @@ def _cells(rows: Sequence[Row]) -> list[str]:
     share = ratio(against, 3)
     if against is not None and against < BAR:
         share = f"**{share}**"
-    cells = [ours.place, ours.dtype, share, ratio(ours.roof_fraction, 3)]
+    figures = [ratio(ours.speedup_vs_eager), number(ours.gbs, 4), ratio(ours.roof_fraction, 3)]
+    cells = [ours.place, ours.dtype, share, *figures]
     for figure in ("us", "host_us"):
         for impl in TITLES:
             row = found.get(impl)
@@ -31,8 +32,8 @@ def _cells(rows: Sequence[Row]) -> list[str]:
 def table(results: Path) -> str:
     """Device time and the host's time of a call, which is the launch overhead, in columns of their own."""
     columns = (
-        "shape", "dtype", "of the twin's speed>", "of the roof>", *(f"{t}, us>" for t in TITLES.values()),
-        *(f"launch: {t}, us>" for t in TITLES.values()),
+        "shape", "dtype", "of the twin's speed>", "over eager>", "GB/s>", "of the roof>",
+        *(f"{t}, us>" for t in TITLES.values()), *(f"launch: {t}, us>" for t in TITLES.values()),
     )  # fmt: skip
     parts = []
     for files in by_gpu(results, SUITE).values():
