@@ -88,3 +88,6 @@ def test_plain_decoding_stands_beside_proposals_and_texts_have_a_table_of_their_
     assert [c.strip() for c in drawn.split("|")[2:5]] == ["temperature 0.8", "2", "–"]
     assert drawn.split("|")[-2].strip() == "no"
     assert serving.speculated(folder).splitlines() == lines
+
+    write(speculation.FOLDER, {"new": 9, "dtype": "torch.float32", "draft": "small"}, rows, speculation.TEXT)
+    assert "`model` in float32, with proposals of `small`, 9 tokens" in serving.speculated(folder, text=True)

@@ -402,6 +402,12 @@ def bench_speculation(
     text: Annotated[
         bool, typer.Option("--text", help="Continue real texts, with proposals of n-grams, by a trained model.")
     ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|ID", help="With --text: a smaller checkpoint of the same vocabulary proposes, not n-grams."
+        ),
+    ] = None,
     acceptances: Annotated[
         list[str] | None,
         typer.Option(
@@ -451,6 +457,8 @@ def bench_speculation(
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
     if text and (acceptances or layers):
         raise typer.BadParameter("--acceptance and --layers are of a replay", param_hint="--text")
+    if draft is not None and not text:
+        raise typer.BadParameter("a draft model needs real text: add --text", param_hint="--draft")
     model = model or (DEMO if text else "tiny" if interpreted else "llama-3-8b")
     if not text and model not in MODELS:
         raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
@@ -459,6 +467,7 @@ def bench_speculation(
         settings = speculation.Settings(
             model=model,
             text=text,
+            draft=draft,
             acceptances=[float(x) for x in names_of(acceptances) or ("0", "0.5", "0.8", "1")],
             tokens=tokens,
             prompt=prompt or (320 if text else 512),

@@ -75,7 +75,8 @@ def speculated(results: Path, text: bool = False) -> str:
             continue
         if text:
             dtype = meta["dtype"].removeprefix("torch.")
-            said = f"`{meta['model']}` in {dtype}, {meta['new']} tokens after each prompt"
+            draft = f", with proposals of `{meta['draft']}`" if meta.get("draft") else ""
+            said = f"`{meta['model']}` in {dtype}{draft}, {meta['new']} tokens after each prompt"
         else:
             said = f"`{meta['model']}`, {meta['tokens']} proposals a step, {meta['prompt']} + {meta['new']} tokens"
         parts += [f"{said}: {_machine(meta, 'e2e')}", "", markdown(*speculation.table(rows)), ""]
