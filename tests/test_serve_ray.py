@@ -49,7 +49,7 @@ def test_two_replicas_answer_and_one_is_killed(tmp_path):
     environment = {**os.environ, **ray, "TRITON_INTERPRET": "1"}
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, str(EXAMPLE), *given], stdout=file, stderr=file, env=environment)
-    last = time.monotonic() + 300
+    last = time.monotonic() + 600
 
     def until(true):
         while not true():
@@ -57,29 +57,25 @@ def test_two_replicas_answer_and_one_is_killed(tmp_path):
             assert time.monotonic() < last, log.read_text()
             time.sleep(0.2)
 
+    def alike():
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            (text,) = {json.loads(a)["choices"][0]["text"] for a in pool.map(lambda _: ask(url), range(4))}
+        return text
+
     try:
         until(lambda: "is ready at" in log.read_text())
         url = f"http://127.0.0.1:{port}"
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            answers = [json.loads(a)["choices"][0]["text"] for a in pool.map(lambda _: ask(url), range(8))]
-        assert len(set(answers)) == 1
+        text = alike()
         events = [e.removeprefix("data: ") for e in ask(url, stream=True).split("\n\n") if e]
         assert events.pop() == "[DONE]"
-        assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == answers[0]
-        until(lambda: len(answered(log)) == 2)
+        assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == text
+        # Ray leaves out a replica that is busy with its first requests, so that a few are not enough.
+        until(lambda: alike() == text and len(answered(log)) == 2)
 
         before = answered(log)
-        killed = min(before)
-        os.kill(killed, signal.SIGKILL)
-
-        def a_new_one_answers():
-            """All that are asked until then answer, and alike."""
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                found = [json.loads(a)["choices"][0]["text"] for a in pool.map(lambda _: ask(url), range(4))]
-            assert {*found} == {*answers}
-            return answered(log) - before
-
-        until(a_new_one_answers)
+        os.kill(min(before), signal.SIGKILL)
+        # All that are asked answer, and in the end a new one does.
+        until(lambda: alike() == text and answered(log) - before)
     finally:
         server.send_signal(signal.SIGINT)
         try:
