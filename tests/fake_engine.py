@@ -1,7 +1,10 @@
 """An engine's loop without a model: what the server needs of it, with an answer that is a function of the prompt."""
 
 import asyncio
+import collections
 import hashlib
+import os
+import signal
 import threading
 import time
 import types
@@ -13,9 +16,11 @@ from rooftile import byte_model
 from rooftile.engine import QueueFull, RequestError, StreamChunk
 from rooftile.serve.app import Options, create_app
 from rooftile.serve.chat import ChatTemplate
-from rooftile.serve.server import BackgroundServer
+from rooftile.serve.front import Front
+from rooftile.serve.server import BackgroundServer, listen
 
 END = 256
+TOKENIZER = (byte_model.folder() / "tokenizer.json").read_text(encoding="utf-8")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ (tools or []) | tojson }}[assistant]"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -25,10 +30,44 @@ def prompt_of(*messages, tools="[]"):
     return "".join(f"[{m['role']}]{m['content']}" for m in messages) + f"{tools}[assistant]"
 
 
+def options_of(**options):
+    return Options(**{"names": ("small", "alias"), "chat_template": ChatTemplate({"default": TEMPLATE}, {}), **options})
+
+
 def serve(engine, **options):
     """A server on a free port of loopback, to be entered."""
-    options = {"names": ("small", "alias"), "chat_template": ChatTemplate({"default": TEMPLATE}, {}), **options}
-    return BackgroundServer(create_app(engine, Options(**options)))
+    return BackgroundServer(create_app(engine, options_of(**options)))
+
+
+def started(*, drain_timeout=60.0, **options):
+    """A front on a free port of loopback, to be entered, and to begin with an engine."""
+    return Front(listen("127.0.0.1", 0), options_of(**options), TOKENIZER, drain_timeout=drain_timeout)
+
+
+def until(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def send(number):
+    """A signal to this process, once `Front.run` takes it: a process of pytest-xdist has other handlers before."""
+    until(lambda: "Front.run." in getattr(signal.getsignal(number), "__qualname__", ""))
+    os.kill(os.getpid(), number)
+
+
+def in_background(front, action):
+    """Run what must make the front end. If it fails, the front is killed, so that no test waits for it forever."""
+
+    def run():
+        try:
+            action()
+        except BaseException:
+            front._process.kill()
+            raise
+
+    threading.Thread(target=run).start()
 
 
 def expected(prompt, n=40):
@@ -195,7 +234,8 @@ class MaskedEngine(FakeEngine):
 
 
 class RelayedEngine(MaskedEngine):
-    """One for another process, as `AsyncEngine.add_for`: a thread gives each request a token every `delay` seconds."""
+    """One for another process, as `AsyncEngine.add_for`: every `delay` seconds a thread gives a token to each of the
+    first `max_batch` requests."""
 
     def __init__(self, *, delay=0.001, **more):
         super().__init__(delay=delay, **more)
@@ -215,7 +255,7 @@ class RelayedEngine(MaskedEngine):
     def _add(self, prompt, options, text, top=0):
         self.added += 1
         self.last = options
-        tokens = [*self.engine.tokenizer.encode(text).ids, END][: options["max_new_tokens"]]
+        tokens = collections.deque([*self.engine.tokenizer.encode(text).ids, END][: options["max_new_tokens"]])
         logprob = -0.5 if options["logprobs"] else None
         return types.SimpleNamespace(
             id=options["options"]["request_id"], prompt_tokens=prompt, cached=len(prompt) // 2,
@@ -228,7 +268,8 @@ class RelayedEngine(MaskedEngine):
                 raise RequestError("it fails as the test asks")
         except RequestError as error:
             return error
-        token, *request.left = request.left
+        self.generated_tokens += 1
+        token = request.left.popleft()
         reason = None if request.left else "stop" if token == END else "length"
         text = "" if token == END else self.engine.tokenizer.decode([token])
         top = [(token, -0.5), (token + 1, -1.5)][: request.top] or None
@@ -239,7 +280,7 @@ class RelayedEngine(MaskedEngine):
             time.sleep(self.delay)
             with self._lock:
                 batches = {}
-                for deliver, request in [*self._requests.values()]:
+                for deliver, request in [*self._requests.values()][: self.engine.max_batch]:
                     chunk = self._next(request)
                     if isinstance(chunk, RequestError) or chunk.finish_reason is not None:
                         del self._requests[request.id]
@@ -258,4 +299,7 @@ class RelayedEngine(MaskedEngine):
             self.abort(request_id)
 
     def stats(self):
-        return types.SimpleNamespace(**{**vars(super().stats()), "running": len(self._requests)})
+        held = len(self._requests)
+        self.running = min(held, self.engine.max_batch)
+        self.waiting = held - self.running
+        return super().stats()

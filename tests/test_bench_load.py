@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.bench import events, load
+from rooftile.bench import charts, events, load, load_charts
 from rooftile.cli import app
 
 pytestmark = pytest.mark.nightly
@@ -131,7 +131,45 @@ def test_rows_of_one_machine_commit_and_workload_join_a_file(tmp_path):
     load.write(path, meta, [row])
     assert len(load.write(path, meta, [{**row, "impl": "vllm"}])) == 2
     assert len(load.write(path, {**meta, "workload": {"seed": 2}}, [row])) == 1
-    assert load.draw(path).stat().st_size > 1000
+    assert load_charts.draw(path).stat().st_size > 1000
+
+
+def of(impl, seconds, **named):
+    answers = [load.Answer(load.Request([1], 2), 0.0, [seconds, 1.1 * seconds], 2)]
+    return load.row_of(impl, named, answers, LIMITS)
+
+
+def test_a_chart_has_the_figures_of_each_kind_of_load(tmp_path):
+    rows = [of("vllm", 1.0, clients=2), of("vllm", 0.5, clients=1), of("rooftile", 0.25, rate=4.0)]
+    lost = load.row_of("rooftile", {"clients": 1}, [load.Answer(load.Request([1], 2), 0.0, error="lost")], LIMITS)
+    drawn = load_charts.panels([*rows, lost])
+    assert [(p.size, p.title) for p in drawn] == [
+        ("requests/s", "first token, ms, p99"), ("requests/s", "a token, ms, p99"), ("requests/s", "good requests/s"),
+        ("clients", "tokens/s"), ("clients", "longest gap, ms"),
+    ]  # fmt: skip
+    *_, speed, gap = drawn
+    assert drawn[0].lines == {"rooftile": [(4.0, pytest.approx(250))]}
+    assert speed.lines == {"vllm": [(1, pytest.approx(2 / 0.55)), (2, pytest.approx(2 / 1.1))]}
+    assert gap.lines == {"vllm": [(1, pytest.approx(50)), (2, pytest.approx(100))]}
+    assert load_charts.panels([lost]) == []
+
+
+def test_a_page_shows_lines_of_three_loads_or_more_and_small_files(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    meta = {**load.machine(), "gpu": "NVIDIA H200", "commit": "abc", "model": "m", "workload": {}, "limits": {}}
+    path = tmp_path / "h200" / load_charts.FOLDER / "m-p8.json"
+    path.parent.mkdir(parents=True)
+    load.write(path, meta, [of(impl, 1.0, clients=n) for n in (1, 2) for impl in ("rooftile", "vllm")])
+    assert load_charts.of_results(tmp_path, tmp_path) == []
+    load.write(path, meta, [of("rooftile", 1.0, clients=n) for n in (1, 2, 256)])
+    (chart,) = load_charts.of_results(tmp_path, tmp_path)
+    assert chart.path == tmp_path / "h200-serving-m-p8.svg"
+    assert chart.stale
+    chart.draw()
+    assert not chart.stale
+    assert chart.path.stat().st_size < charts.LARGEST
+    load.write(path, meta, [of("rooftile", 2.0, clients=2)])
+    assert load_charts.of_page(path, tmp_path).stale
 
 
 async def _events_of(pieces, timeout=5.0):
@@ -259,11 +297,13 @@ def test_a_server_that_refuses_fails_the_run(server):
     assert "RuntimeError: status 404" in out.file.getvalue()
 
 
-def test_an_engine_of_this_process_is_measured_by_the_command():
+def test_an_engine_of_this_process_is_measured_by_the_command(tmp_path):
     options = "--model tiny --requests 3 --prompt 4 --new 3 --clients 2 --max-batch 2 --max-seq-len 32 --dtype fp32"
-    done = CliRunner().invoke(app, ["bench", "serve", *options.split()])
+    path = tmp_path / "rows.json"
+    done = CliRunner().invoke(app, ["bench", "serve", *options.split(), "--kv-dtype", "fp8", "--json", str(path)])
     assert done.exit_code == 0, done.output
     assert "2 clients" in done.output
+    assert json.loads(path.read_text())["rows"][0]["engine"]["kv_dtype"] == "torch.float8_e4m3fn"
 
 
 def test_prompts_begin_with_one_prefix_and_fit():
@@ -325,6 +365,7 @@ def test_two_ranks_are_measured_beside_one(tmp_path):
         *(["--rate", "0"], ["--rate", "x"], ["--clients", "0"], ["--model", "lama"], ["--speculate", "x"]),
         *(["--http", "--url", "http://127.0.0.1:1"], ["--prefix", "2046"], ["--step-tokens", "8"]),
         *(["--tensor-parallel", "0"], ["--tensor-parallel", "1,2", "--http"]),
+        *(["--kv-dtype", "fp4"], ["--kv-dtype", "fp8", "--peers", "vllm"]),
         ["--fixed", "--prompt", "40", "--new", "30", "--max-seq-len", "64"],
     ],
 )

@@ -168,6 +168,7 @@ def test_serving_is_shown_where_vllm_was_measured_beside_it(tmp_path: Path) -> N
     rows = [
         {"impl": "rooftile", "clients": 64, "tokens_per_s": 90.0, "ratio_to_best_peer": 0.9},
         {"impl": "vllm", "clients": 64, "tokens_per_s": 100.0},
+        {"impl": "rooftile", "clients": 8, "tokens_per_s": 20.0, "ratio_to_best_peer": 1.1},
         {"impl": "rooftile", "clients": 128, "tokens_per_s": 95.0},
     ]
     path = tmp_path / "h100" / "e2e" / "serve" / f"{headline.MODEL}-p512-n128.json"

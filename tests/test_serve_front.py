@@ -13,23 +13,12 @@ import time
 
 import httpx
 import pytest
-from fake_engine import HELLO, TEMPLATE, RelayedEngine, each, expected, serve
+from fake_engine import HELLO, RelayedEngine, each, expected, in_background, send, serve, started, until
 
-from rooftile import byte_model
 from rooftile.engine import RequestError
 from rooftile.serve import guided
-from rooftile.serve.app import Options
-from rooftile.serve.chat import ChatTemplate
-from rooftile.serve.front import Front
-from rooftile.serve.server import listen
 
-TOKENIZER = (byte_model.folder() / "tokenizer.json").read_text(encoding="utf-8")
 ASK = {"model": "small", "prompt": "hello", "max_tokens": 64}
-
-
-def started(**more):
-    template = ChatTemplate({"default": TEMPLATE}, {})
-    return Front(listen("127.0.0.1", 0), Options(("small",), chat_template=template), TOKENIZER, **more)
 
 
 def fails(request, left):
@@ -62,37 +51,11 @@ def events(front, body):
     return [json.loads(line) for line in lines[:-1]]
 
 
-def until(true, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def is_running(pid):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)
         return True
     return False
-
-
-def send(number):
-    """A signal to this process, once `Front.run` takes it: a process of pytest-xdist has other handlers before."""
-    until(lambda: "Front.run." in getattr(signal.getsignal(number), "__qualname__", ""))
-    os.kill(os.getpid(), number)
-
-
-def in_background(front, action):
-    """Run what must make the front end. If it fails, the front is killed, so that no test waits for it forever."""
-
-    def run():
-        try:
-            action()
-        except BaseException:
-            front._process.kill()
-            raise
-
-    threading.Thread(target=run).start()
 
 
 def test_the_front_imports_neither_pytorch_nor_the_engine():

@@ -1,4 +1,4 @@
-"""examples/serve_ray.py: two replicas answer behind one address."""
+"""examples/serve_ray.py: two replicas answer behind one address, and one while the other is started anew."""
 
 import concurrent.futures
 import json
@@ -34,9 +34,14 @@ def ask(url, **more):
         return answer.read().decode()
 
 
+def answered(log):
+    """The processes of the replicas that have answered."""
+    return {int(pid) for pid in re.findall(r"pid=(\d+)\).* -- POST /v1/completions 200", log.read_text())}
+
+
 @interpreted
 @pytest.mark.nightly
-def test_two_replicas_answer(tmp_path):
+def test_two_replicas_answer_and_one_is_killed(tmp_path):
     port, log = free_port(), tmp_path / "log"
     given = ["demo", "--replicas", "2", "--max-seq-len", "64", "--max-batch", "2", "--port", str(port)]
     # Without the second, lines that differ in their process alone are counted, not shown.
@@ -44,22 +49,33 @@ def test_two_replicas_answer(tmp_path):
     environment = {**os.environ, **ray, "TRITON_INTERPRET": "1"}
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, str(EXAMPLE), *given], stdout=file, stderr=file, env=environment)
-    try:
-        last = time.monotonic() + 180
-        while "is ready at" not in log.read_text():
+    last = time.monotonic() + 600
+
+    def until(true):
+        while not true():
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < last, log.read_text()
-            time.sleep(0.5)
+            time.sleep(0.2)
+
+    def alike():
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            (text,) = {json.loads(a)["choices"][0]["text"] for a in pool.map(lambda _: ask(url), range(4))}
+        return text
+
+    try:
+        until(lambda: "is ready at" in log.read_text())
         url = f"http://127.0.0.1:{port}"
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            answers = [json.loads(a)["choices"][0]["text"] for a in pool.map(lambda _: ask(url), range(8))]
-        assert len(set(answers)) == 1
+        text = alike()
         events = [e.removeprefix("data: ") for e in ask(url, stream=True).split("\n\n") if e]
         assert events.pop() == "[DONE]"
-        assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == answers[0]
-        while len(replicas := set(re.findall(r"pid=(\d+)\).* -- POST /v1/completions 200", log.read_text()))) < 2:
-            assert time.monotonic() < last, f"only {replicas} answered: {log.read_text()}"
-            time.sleep(0.2)
+        assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == text
+        # Ray leaves out a replica that is busy with its first requests, so that a few are not enough.
+        until(lambda: alike() == text and len(answered(log)) == 2)
+
+        before = answered(log)
+        os.kill(min(before), signal.SIGKILL)
+        # All that are asked answer, and in the end a new one does.
+        until(lambda: alike() == text and answered(log) - before)
     finally:
         server.send_signal(signal.SIGINT)
         try:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 from test_engine_sampling import SIZES
+from typer.testing import CliRunner
 
 import rooftile
 from rooftile.bench import speculation as bench
 from rooftile.bench.speculation import TEXTS, Replay, Settings, Text, make_predictable, measure
 from rooftile.byte_model import library_text
+from rooftile.cli import app
 from rooftile.engine.hub import DEMO
 from rooftile.engine.runner import Sampling
 from rooftile.engine.scheduling import Request
@@ -275,12 +277,28 @@ def test_real_text_is_that_of_plain_decoding_in_fewer_steps(temperature, unhashe
     assert 0 < row["accepted"] <= row["proposed"]
 
 
+@pytest.mark.nightly
+def test_a_draft_model_proposes_on_the_same_texts(unhashed, monkeypatch, tmp_path):
+    """The model itself is right, greedily. That is more than n-grams find in new code."""
+    monkeypatch.setattr(bench, "TEXTS", {"new code": TEXTS["new code"]})
+    monkeypatch.setattr(bench, "TEMPERATURES", (0.0,))
+    file = tmp_path / "rows.json"
+    assert bench.run(on_text(draft=DEMO, tokens=2, new=6, json=file), Console(file=io.StringIO())) == 0
+    written = json.loads(file.read_text())
+    assert (written["meta"]["model"], written["meta"]["draft"]) == ("byte_model", "byte_model")
+    assert [(row["tokens"], row["equal"]) for row in written["rows"]] == [(1, True), (2, True)]
+    for row in written["rows"]:
+        assert row["accepted"] == row["proposed"] > 0
+        assert row["steps"] + row["accepted"] == 6
+    assert CliRunner().invoke(app, ["bench", "speculation", "--draft", "demo"]).exit_code == 2
+
+
 def test_other_tokens_fail_in_float32_alone(unhashed, monkeypatch):
     row = bench.TextRow(
         text="list", temperature=0.0, tokens=1, tokens_per_second=1.0, speedup=1.0, proposed=0, accepted=0, steps=6,
         equal=False,
     )  # fmt: skip
-    monkeypatch.setattr(bench, "_of_text", lambda s, folder: [row])
+    monkeypatch.setattr(bench, "_of_text", lambda s, folder, draft: [row])
     quiet = Console(file=io.StringIO())
     assert bench.run(on_text(), quiet) == 1
     assert bench.run(on_text(engine={"dtype": torch.bfloat16, "quantize": None}), quiet) == 0

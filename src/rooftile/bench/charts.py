@@ -159,7 +159,8 @@ Lines = dict[str, list[tuple[float, float]]]
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """The fraction of the roof by size, the median over the other sizes and options, for each implementation."""
+    """The fraction of the roof by size, the median over the other sizes and options, for each implementation; of
+    serving, the figure that `title` names by load."""
 
     title: str
     size: str
@@ -204,7 +205,7 @@ def panels(results: Path, gpu: str, sweep: Sweep) -> list[Panel]:
     return [panel for panel in drawn if panel is not None]
 
 
-def draw(path: Path, title: str, drawn: Sequence[Panel]) -> None:
+def draw(path: Path, title: str, drawn: Sequence[Panel], data: Any) -> None:
     """Small multiples: the panels of one sweep, in rows of three."""
     across = min(3, len(drawn))
     down = math.ceil(len(drawn) / across)
@@ -234,7 +235,7 @@ def draw(path: Path, title: str, drawn: Sequence[Panel]) -> None:
         columns = min(len(order), 3 * across)
         figure.legend([handles[i] for i in order], order, loc="outside lower center", ncols=columns, fontsize=8)
         figure.suptitle(title, fontsize=11)
-        save(figure, path, _data(drawn))
+        save(figure, path, data)
         plt.close(figure)
 
 
@@ -247,10 +248,6 @@ def _ticks(sizes: Sequence[float]) -> list[float]:
     return [found[0], *([near] if apart else []), *found[-1:]]
 
 
-def _data(drawn: Sequence[Panel]) -> list[Any]:
-    return [dataclasses.asdict(panel) for panel in drawn]
-
-
 @dataclasses.dataclass(frozen=True)
 class Chart:
     """A chart of a sweep on one GPU: its file, its title and what it shows."""
@@ -260,11 +257,15 @@ class Chart:
     panels: Sequence[Panel]
 
     @property
+    def data(self) -> list[Any]:
+        return [dataclasses.asdict(panel) for panel in self.panels]
+
+    @property
     def stale(self) -> bool:
-        return is_stale(self.path, _data(self.panels))
+        return is_stale(self.path, self.data)
 
     def draw(self) -> None:
-        draw(self.path, self.title, self.panels)
+        draw(self.path, self.title, self.panels, self.data)
 
 
 def charts(results: Path, folder: Path, sweeps: Sequence[Sweep] = SWEEPS) -> list[Chart]:

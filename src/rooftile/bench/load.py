@@ -33,11 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rooftile import runtime
-from rooftile.bench import charts, events, report
+from rooftile.bench import events, load_charts, report
 from rooftile.bench.info import check_results, machine, may_join
 from rooftile.bench.rows import gpu_slug, percentile, write_whole
 
-FOLDER = "e2e/serve"  # a folder of its own: its files have no rows of times
 SPREAD = 0.9  # the standard deviation of a length's logarithm
 TAIL = 6  # times the mean, and no length is longer
 WARM = 4  # requests at once before an open loop; before a closed one there are as many as clients
@@ -360,34 +359,6 @@ def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     return ordered
 
 
-def draw(path: Path) -> Path | None:
-    """A chart of a file of rows, beside it: the time to the first token, and of each, over the rate."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in data["rows"] if row.get("rate") and "seconds" in row]
-    if not rows:
-        return None
-    panels = (
-        ("first_p99", "first token, ms, p99"),
-        ("each_p99", "a token, ms, p99"),
-        ("good_per_s", "good requests/s"),
-    )
-    with charts.page() as plt:
-        figure, axes = plt.subplots(1, len(panels), figsize=(11.0, 3.6), layout="constrained")
-        for ax, (name, label) in zip(axes, panels, strict=True):
-            factor = 1.0 if name == "good_per_s" else 1e3
-            for impl in dict.fromkeys(row["impl"] for row in rows):
-                own = [row for row in rows if row["impl"] == impl]
-                ax.plot([row["rate"] for row in own], [factor * row[name] for row in own], **charts.style(impl))
-            ax.set_xlabel("requests/s")
-            ax.set_ylabel(label)
-        axes[0].legend()
-        figure.suptitle(f"{data['meta']['model']}, {data['meta']['gpu'] or report.NO_MEASUREMENT}", fontsize=11)
-        chart = path.with_suffix(".png")
-        figure.savefig(chart, dpi=110)
-        plt.close(figure)
-        return chart
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What the command line asks for.
@@ -620,9 +591,9 @@ def _check(settings: Settings) -> None:
         raise ValueError("--peers are measured beside an engine of this process; --url names a server")
     if settings.peers and settings.engine.get("quantize") is not None:
         raise ValueError(f"--peers have no --quantize {settings.engine['quantize']}; --weights PATH may be quantized")
-    for name in ("speculate", "cascade", "deterministic"):
+    for name in ("speculate", "cascade", "deterministic", "kv_dtype"):
         if settings.peers and settings.engine.get(name):
-            raise ValueError(f"--peers have no --{name}; measure it without --peers")
+            raise ValueError(f"--peers have no --{name.replace('_', '-')}; measure it without --peers")
 
 
 def run(settings: Settings, console: Console) -> int:
@@ -642,7 +613,7 @@ def run(settings: Settings, console: Console) -> int:
     }  # fmt: skip
     path = None
     if settings.results is not None:
-        path = settings.results / gpu_slug(str(meta["gpu"])) / FOLDER / settings.file
+        path = settings.results / gpu_slug(str(meta["gpu"])) / load_charts.FOLDER / settings.file
     rows: list[dict[str, Any]] = []
 
     def done(row: dict[str, Any]) -> None:
@@ -670,6 +641,6 @@ def run(settings: Settings, console: Console) -> int:
             _of_engine(settings.on(gpus), console, done, first)
             first = False
     show(console, rows, settings.limits, measures)
-    if path is not None and (chart := draw(path)) is not None:
+    if path is not None and (chart := load_charts.draw(path)) is not None:
         console.print(str(chart), highlight=False, soft_wrap=True)
     return int(any(row["failed"] for row in rows if row["impl"] not in settings.peers))

@@ -102,7 +102,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "speculation": ("bench speculation --model llama-3-8b", "bench speculation --text"),
     "serve": (
-        f"{OFFLINE} --clients 64,128,256 --http --peers vllm",
+        f"{OFFLINE} --clients 1,2,8,32,64,128,256 --http --peers vllm",
         f"{OFFLINE} --clients 64,128,256 --deterministic --name rooftile_deterministic",
         # First tokens of prompts with a common beginning, and of what follows it alone.
         *(

@@ -8,8 +8,8 @@ In 16 bits, steps of one token and of several round differently, and a model wit
 time. Its embedding and lm_head are therefore set so that token t + 1 follows token t by a wide margin. Every weight is
 read, and every kernel runs, as in any other model.
 
-With `--text`, a trained model continues real text, and `rooftile.NGram` proposes its tokens. How many are accepted then
-depends on the text, and not on the machine.
+With `--text`, a trained model continues real text, and `rooftile.NGram` proposes its tokens, or with `--draft` a
+smaller model. How many are accepted then depends on the text, and not on the machine.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Settings:
     Args:
         model: of `rooftile.bench.workloads.MODELS`; of text, as `rooftile generate` takes it.
         text: continue `TEXTS`, with proposals of `rooftile.NGram`, instead of a replay.
+        draft: of text, the checkpoint that proposes instead, as `rooftile generate` takes it.
         acceptances: of a replay, probabilities that a proposal is right.
         tokens: proposals of a step; of text, the most: 1 and so on are measured.
         prompt: tokens of the prompt; of text, the most characters.
@@ -94,6 +95,7 @@ class Settings:
 
     model: str
     text: bool = False
+    draft: str | None = None
     acceptances: Sequence[float] = (0.0, 0.5, 0.8, 1.0)
     tokens: int = 4
     prompt: int = 512
@@ -277,7 +279,7 @@ TEMPERATURES = (0.0, 0.8)  # a small model that takes the most likely byte soon 
 
 
 def measure_text(engine: Any, s: Settings) -> list[TextRow]:
-    """A row of each text and temperature, by an engine whose `speculate` is an `NGram`."""
+    """A row of each text and temperature, by an engine whose `speculate` is an `NGram` or a `Draft`."""
     from rooftile.engine.generation import encoded
     from rooftile.engine.runner import Sampling
 
@@ -339,17 +341,19 @@ def _of_replay(s: Settings) -> list[Row]:
     return measure(engine, source, s)
 
 
-def _of_text(s: Settings, folder: Path) -> list[TextRow]:
+def _of_text(s: Settings, folder: Path, draft: Path | None) -> list[TextRow]:
     from rooftile.engine.config import ModelConfig
     from rooftile.engine.engine import Engine
-    from rooftile.engine.speculation import NGram
+    from rooftile.engine.speculation import Draft, NGram
 
     # A token is of a byte or more, but for those that a tokenizer puts around a text.
     longest = max(len(text.prompt(s.prompt).encode()) for text in TEXTS.values()) + 8 + s.new + s.tokens
-    options = {"max_batch": 1, "max_seq_len": min(longest, ModelConfig.from_hf(folder).max_positions), **s.engine}
+    room = min(ModelConfig.from_hf(each).max_positions for each in (folder, draft) if each is not None)
+    options = {"max_batch": 1, "max_seq_len": min(longest, room), **s.engine}
     rows: list[TextRow] = []
     for n in range(1, s.tokens + 1):  # a step computes as many tokens as its engine's proposals, whatever it has
-        rows += measure_text(Engine.from_pretrained(folder, speculate=NGram(n), progress=False, **options), s)
+        source = NGram(n) if draft is None else Draft(draft, n)
+        rows += measure_text(Engine.from_pretrained(folder, speculate=source, progress=False, **options), s)
     names = list(TEXTS)
     return sorted(rows, key=lambda row: (names.index(row.text), row.temperature))
 
@@ -365,24 +369,27 @@ def run(s: Settings, console: Console) -> int:
     """
     measures = runtime.MODE is runtime.Mode.GPU
     check_results(s.results, measures)
-    name = s.model
+    name = file = s.model
+    draft = None if s.draft is None else folder_of(s.draft)
     if s.text:
         folder = folder_of(s.model)
-        name = TEXT + folder.resolve().name
-    found: Sequence[Speed] = _of_text(s, folder) if s.text else _of_replay(s)
+        name = folder.resolve().name
+        file = f"{TEXT}{name}{'' if draft is None else f'-draft-{draft.resolve().name}'}"
+    found: Sequence[Speed] = _of_text(s, folder, draft) if s.text else _of_replay(s)
     rows = [dataclasses.asdict(row) for row in found]
     _show(rows, console)
     if not measures:
         console.print("in Triton's interpreter, on the CPU: no measurement", style="dim")
     meta = {
-        **machine(), "suite": "speculation", "model": name.removeprefix(TEXT), "tokens": s.tokens, "prompt": s.prompt,
-        "new": s.new, "layers": s.layers, **{option: str(value) for option, value in s.engine.items()},
+        **machine(), "suite": "speculation", "model": name, "tokens": s.tokens, "prompt": s.prompt, "new": s.new,
+        "layers": s.layers, "draft": None if draft is None else draft.resolve().name,
+        **{option: str(value) for option, value in s.engine.items()},
     }  # fmt: skip
     text = json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n"
     files = [s.json] if s.json is not None else []
     if s.results is not None:
-        files.append(s.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{name}.json")
-    for file in files:
-        write_whole(file, text)
+        files.append(s.results / gpu_slug(str(meta["gpu"])) / FOLDER / f"{file}.json")
+    for path in files:
+        write_whole(path, text)
     exact = not s.text or (s.engine["dtype"] is torch.float32 and s.engine["quantize"] is None)
     return int(exact and not all(row.equal for row in found))

@@ -172,6 +172,16 @@ class QuantizeName(str, enum.Enum):
         return None if self is QuantizeName.none else self.value
 
 
+class CacheName(str, enum.Enum):
+    """Dtypes of the KV cache, as in `rooftile.bench.generate.CACHES`; here so that --help needs no PyTorch."""
+
+    fp8 = "fp8"
+    int8 = "int8"
+
+
+CacheType = Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")]
+
+
 SpeculateName = Annotated[
     str | None,
     typer.Option(

@@ -10,6 +10,7 @@ import typer
 
 from rooftile.cli.common import (
     NAMED,
+    CacheType,
     Deterministic,
     DType,
     Panel,
@@ -26,13 +27,6 @@ from rooftile.cli.common import (
 )
 
 
-class CacheName(str, enum.Enum):
-    """Dtypes of the KV cache, as in `rooftile.bench.generate.CACHES`; here so that --help needs no PyTorch."""
-
-    fp8 = "fp8"
-    int8 = "int8"
-
-
 @command(Panel.run)
 def generate(
     path: Annotated[str, typer.Argument(help="A checkpoint folder, an id on the Hugging Face Hub, or `demo`.")],
@@ -45,7 +39,7 @@ def generate(
     ] = False,
     quantize: Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")] = QuantizeName.none,
     dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
-    kv_dtype: Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")] = None,
+    kv_dtype: CacheType = None,
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a prompt and its text. Default: as many as needed.")
     ] = None,

@@ -11,6 +11,7 @@ import typer
 
 from rooftile.cli.common import (
     NAMED,
+    CacheType,
     Cascade,
     Deterministic,
     DType,
@@ -315,6 +316,7 @@ def bench_serve(
     seed: Annotated[int, typer.Option(help="Seed of the requests and their arrivals.")] = 0,
     dtype: Annotated[DType, typer.Option(help="Type of activations and of other weights.")] = DType.bf16,
     quantize: Annotated[QuantizeName, typer.Option(help="The format of the weights.")] = QuantizeName.none,
+    kv_dtype: CacheType = None,
     deterministic: Deterministic = False,
     cascade: Cascade = False,
     max_batch: Annotated[
@@ -344,6 +346,7 @@ def bench_serve(
     require_charts(results)
     from rooftile import runtime
     from rooftile.bench import load
+    from rooftile.bench.generate import CACHES
     from rooftile.bench.workloads import MODELS
     from rooftile.cases.check import DTYPES
 
@@ -369,7 +372,8 @@ def bench_serve(
             limits=load.Limits(first_limit, each_limit),
             engine={
                 "max_batch": max_batch, "max_seq_len": max_seq_len, "quantize": quantize.kind,
-                "dtype": DTYPES[dtype.value], "deterministic": deterministic, "cascade": cascade,
+                "dtype": DTYPES[dtype.value], "kv_dtype": None if kv_dtype is None else CACHES[kv_dtype.value],
+                "deterministic": deterministic, "cascade": cascade,
                 "step_tokens": step_tokens, "prefix_cache": prefix_cache, "warm_up": warm_up,
                 "speculate": speculation_of(speculate),
             },
@@ -398,6 +402,12 @@ def bench_speculation(
     text: Annotated[
         bool, typer.Option("--text", help="Continue real texts, with proposals of n-grams, by a trained model.")
     ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|ID", help="With --text: a smaller checkpoint of the same vocabulary proposes, not n-grams."
+        ),
+    ] = None,
     acceptances: Annotated[
         list[str] | None,
         typer.Option(
@@ -447,6 +457,8 @@ def bench_speculation(
     interpreted = runtime.MODE is runtime.Mode.INTERPRETER
     if text and (acceptances or layers):
         raise typer.BadParameter("--acceptance and --layers are of a replay", param_hint="--text")
+    if draft is not None and not text:
+        raise typer.BadParameter("a draft model needs real text: add --text", param_hint="--draft")
     model = model or (DEMO if text else "tiny" if interpreted else "llama-3-8b")
     if not text and model not in MODELS:
         raise typer.BadParameter(f"unknown {model}; known: {', '.join(MODELS)}", param_hint="--model")
@@ -455,6 +467,7 @@ def bench_speculation(
         settings = speculation.Settings(
             model=model,
             text=text,
+            draft=draft,
             acceptances=[float(x) for x in names_of(acceptances) or ("0", "0.5", "0.8", "1")],
             tokens=tokens,
             prompt=prompt or (320 if text else 512),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rooftile.cli.common import (
+    CacheName,
+    CacheType,
     Cascade,
     Deterministic,
     DType,
@@ -28,7 +30,6 @@ from rooftile.cli.common import (
     refused,
     speculation_of,
 )
-from rooftile.cli.engine import CacheName
 from rooftile.errors import to_install
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ class ToolFormat(str, enum.Enum):
 CheckpointPath = Annotated[str, typer.Argument(help="A checkpoint folder, an id on the Hugging Face Hub, or `demo`.")]
 Quantize = Annotated[QuantizeName, typer.Option(help="Quantize the weights of the GEMMs.")]
 ModelType = Annotated[DType, typer.Option(help="Type of activations and of other weights.")]
-CacheType = Annotated[CacheName | None, typer.Option(help="Quantize the KV cache. Default: as --dtype.")]
 Length = Annotated[
     int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer. Default: the model's, at most 4096.")
 ]

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rooftile.bench import charts, load, training, vllm
+from rooftile.bench import charts, load_charts, training, vllm
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import products
 from rooftile.bench.docs.e2e import SUITE as GENERATION
@@ -30,6 +30,7 @@ from rooftile.runtime import TARGETS
 
 MODEL, TRAINED = "llama-3-8b", "llama-3.2-1b"
 PROMPT, NEW = 512, 256  # tokens of one sequence, and tokens after them
+CLIENTS = (64, 128, 256)  # of the closed loops that are throughput; the page on serving has those of fewer clients
 COLUMNS = ("work, bf16", "implementation", "tokens/s>", "speedup × baseline>", "peak memory>", "GPU")
 NOTE = (
     "A speedup is tokens/s over those of the baseline that it names, in bf16 and in the same run on that GPU; "
@@ -171,11 +172,12 @@ def training_steps(results: Path) -> list[Figure]:
 def served(results: Path) -> list[Figure]:
     """The engine under the published closed loops, where vLLM was measured beside it."""
     found = []
-    for path in sorted(results.glob(f"*/{load.FOLDER}/{MODEL}-*.json")):
+    for path in sorted(results.glob(f"*/{load_charts.FOLDER}/{MODEL}-*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         asked = data["meta"]["workload"]
         lengths = f"--fixed --prompt {asked['prompt']} --new {asked['new']} "
-        rows = [r for r in data["rows"] if r["impl"] == OURS and r.get("clients") and "ratio_to_best_peer" in r]
+        rows = [r for r in data["rows"] if r["impl"] == OURS and "ratio_to_best_peer" in r]
+        rows = [r for r in rows if r.get("clients") in CLIENTS]
         if not asked["fixed"] or asked.get("prefix") or lengths not in f"{OFFLINE} ":
             continue
         clients = ",".join(str(row["clients"]) for row in rows)

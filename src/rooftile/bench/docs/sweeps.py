@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rooftile.bench import charts, roofline
+from rooftile.bench import charts, load_charts, roofline
 from rooftile.bench.docs import headline
 from rooftile.bench.docs.tables import NO_RESULTS
 
@@ -45,7 +45,8 @@ def stale(results: Path) -> list[tuple[Path, Callable[[], None]]]:
     found: list[tuple[Path, Callable[[], None]]] = []
     if charts.is_stale(first, headline.chart_data(results)):
         found.append((first, functools.partial(headline.draw, results, first)))
-    found += [(chart.path, chart.draw) for chart in charts.charts(results, folder) if chart.stale]
+    every = [*charts.charts(results, folder), *load_charts.of_results(results, folder)]
+    found += [(chart.path, chart.draw) for chart in every if chart.stale]
     for line in roofline.lines(results):
         path = _roofline(folder, line.gpu)
         if charts.is_stale(path, line.data):
