@@ -203,6 +203,7 @@ def test_a_model_is_fed_the_ids_of_its_tokenizer(monkeypatch, tmp_path):
     assert step.tolist() == [[7, 9, 7, 5]]
 
 
+@pytest.mark.nightly  # its functions run in two processes above; here three more import PyTorch
 def test_the_example_under_torchrun_prints_the_losses_of_one_process():
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLE, *SIZE]
     found = subprocess.run(launch, capture_output=True, text=True)
