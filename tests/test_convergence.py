@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from helpers import nightly_but
 from rich.console import Console
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -27,7 +28,7 @@ INTERPRETED = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", nightly_but(("llama",), ("llama", "gemma2", "gpt2")))
 def test_twenty_steps_in_float32_give_the_plain_losses_and_weights(name, monkeypatch, device):
     title = trajectory.TITLES[name]
     described = trajectory.BY_TITLE[title]
