@@ -122,15 +122,15 @@ def test_graphs_of_a_process_group_are_freed_before_it_ends(made_up, monkeypatch
             freed.append(self)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(graphs, "_free_at_exit", lambda: made_up.log.append("freed at exit"))
+    monkeypatch.setattr(graphs, "_reset_at_exit", lambda: made_up.log.append("freed at exit"))
     alone, _ = graphs.record(lambda: None)
     assert "freed at exit" not in made_up.log
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     kept, _ = graphs.record(lambda: None)
     graphs.record(lambda: None)  # and dropped
     assert made_up.log.count("freed at exit") == 2
-    graphs.free_those_of_groups()
+    graphs.reset_collective_graphs()
     assert freed == [kept]
-    graphs.free_those_of_groups()
+    graphs.reset_collective_graphs()
     assert freed == [kept]
     assert alone is not kept

@@ -16,7 +16,7 @@ from rooftile import launching
 
 Result = TypeVar("Result")
 
-_of_groups: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that may hold collectives
+_collective_graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that may hold collectives
 
 
 @contextlib.contextmanager
@@ -34,20 +34,20 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def free_those_of_groups() -> None:
-    """Free the graphs that were recorded while there was a process group. None of them can be replayed any more.
+def reset_collective_graphs() -> None:
+    """Reset the graphs that were recorded while there was a process group; none of them can be replayed any more.
 
-    For the end of the group: NCCL's waits, for ever, while there are graphs of its collectives.
+    Needed before the group ends: NCCL would wait for ever while a graph holds its collectives.
     """
-    for graph in list(_of_groups):
+    for graph in list(_collective_graphs):
         graph.reset()
-    _of_groups.clear()
+    _collective_graphs.clear()
 
 
 @functools.cache
-def _free_at_exit() -> None:
-    """Before the process group ends, if that was registered earlier: what is registered last runs first."""
-    atexit.register(free_those_of_groups)
+def _reset_at_exit() -> None:
+    """Registered after the process group's own end, and so run before it."""
+    atexit.register(reset_collective_graphs)
 
 
 def record(
@@ -87,8 +87,8 @@ def record(
     with torch.cuda.stream(here), uncollected(), recording:
         result = step()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _of_groups.add(graph)
-        _free_at_exit()
+        _collective_graphs.add(graph)
+        _reset_at_exit()
     return graph, result
 
 

@@ -506,6 +506,7 @@ def _engine(settings: Settings) -> Iterator[Any]:
 
 
 def _of_engine(settings: Settings, console: Console, done: Done, first: bool) -> None:
+    """The rows of an engine here. `first`: nothing was measured before it, so the process's age is its start."""
     from rooftile.bench.workloads import RANDOM
 
     since = time.perf_counter()

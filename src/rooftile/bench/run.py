@@ -328,7 +328,7 @@ def _line(rows: Sequence[Row], seconds: float) -> str:
 def _mode_defaults(settings: Settings, measures: bool) -> Settings:
     check_results(settings.results, measures)
     if settings.resume and settings.results is None:
-        raise ValueError("resume goes on from rows in results, and no --results is given")
+        raise ValueError("--resume keeps the rows of --results, and no --results is given")
     slow = [name for name in settings.sets or () if name not in SMALL_SETS]
     if slow and not measures:
         raise ValueError(

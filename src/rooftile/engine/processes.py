@@ -35,7 +35,7 @@ def _begin(rank: int, n: int, store: str) -> None:
 
 
 def _end() -> None:
-    graphs.free_those_of_groups()
+    graphs.reset_collective_graphs()
     ranks.end()
 
 
