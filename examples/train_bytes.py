@@ -8,6 +8,7 @@ attention, GEMMs, the loss without logits, AdamW) and then, from the saved check
 """
 
 import argparse
+import json
 import math
 import shutil
 import time
@@ -18,9 +19,12 @@ import transformers
 
 import rooftile
 from rooftile import runtime
+from rooftile.bench.info import machine
+from rooftile.bench.rows import write_whole
 from rooftile.byte_model import library_text
 from rooftile.demo import byte_model
 from rooftile.engine import Engine
+from rooftile.tuning import gpu_slug
 
 PROMPTS = ("def ", "class ", "import ", "    for ")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -36,7 +40,7 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(model, stream, *, context, batch, steps, peak):
-    """Train the model on windows of the stream that begin anywhere."""
+    """Train the model on windows of the stream that begin anywhere; steps, losses and tokens/s on the way."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]
     optimizer = rooftile.optim.AdamW(
@@ -47,7 +51,7 @@ def train(model, stream, *, context, batch, steps, peak):
     )
     window = torch.arange(context, device=stream.device)
     every = max(1, steps // 25)
-    since, at = time.perf_counter(), 0
+    since, at, shown = time.perf_counter(), 0, []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, peak)
@@ -60,10 +64,11 @@ def train(model, stream, *, context, batch, steps, peak):
         if step % every == 0 or step == steps - 1:
             nats = loss.item()  # which waits for the device
             now = time.perf_counter()
-            print(
-                f"step {step:5d}  loss {nats:.4f}  {batch * context * (step + 1 - at) / (now - since):10,.0f} tokens/s"
-            )
+            tokens_s = batch * context * (step + 1 - at) / (now - since)
+            print(f"step {step:5d}  loss {nats:.4f}  {tokens_s:10,.0f} tokens/s")
+            shown.append({"step": step, "loss": nats, "tokens_s": tokens_s})
             since, at = now, step + 1
+    return shown
 
 
 @torch.no_grad()
@@ -80,6 +85,7 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, help="default: 1500")
     parser.add_argument("--new", type=int, help="bytes to write after each prompt; default: 300")
     parser.add_argument("--out", type=Path, default=Path("byte-model"), help="the checkpoint's folder")
+    parser.add_argument("--results", type=Path, help="write DIR/<gpu>/training/from_scratch/train_bytes.json")
     given = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     context, batch, steps, new, files = (32, 2, 4, 8, 3) if given.tiny else (512, 64, 1500, 300, None)
@@ -103,8 +109,9 @@ def main(arguments=None):
 
     with rooftile.patch(model.train(), attention=True, linear=True) as handle:
         print(handle)
-        train(model, stream, context=context, batch=batch, steps=steps, peak=2e-3)
-        print(f"held-out loss {mean_loss(model, held_out, batch):.4f} nats a byte")
+        losses = train(model, stream, context=context, batch=batch, steps=steps, peak=2e-3)
+        held_out_loss = mean_loss(model, held_out, batch)
+        print(f"held-out loss {held_out_loss:.4f} nats a byte")
 
     model.save_pretrained(given.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a token for each byte
@@ -113,6 +120,16 @@ def main(arguments=None):
     written = engine.generate(PROMPTS, max_new_tokens=new, temperature=0.6, top_p=0.95)
     for prompt, completion in zip(PROMPTS, written, strict=True):
         print(f"\n{'-' * 20}\n{prompt}{completion.text}")
+    if given.results is not None:
+        meta = {**machine(), "transformers": transformers.__version__}
+        run = {
+            "parameters": size, "text_bytes": len(stream), "steps": steps, "batch": batch, "context": context,
+            "losses": losses, "held_out_loss": held_out_loss,
+            "texts": [prompt + completion.text for prompt, completion in zip(PROMPTS, written, strict=True)],
+        }  # fmt: skip
+        path = given.results / gpu_slug(str(meta["gpu"])) / "training" / "from_scratch" / "train_bytes.json"
+        write_whole(path, json.dumps({"meta": meta, "run": run}, indent=1) + "\n")
+        print(f"\n{path}: written")
 
 
 if __name__ == "__main__":

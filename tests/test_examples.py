@@ -1,5 +1,6 @@
 """The scripts in examples/ run, at sizes for the interpreter."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -16,7 +17,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.mark.nightly  # training, saving and writing have tests of their own
 def test_a_byte_model_is_trained_saved_and_writes(tmp_path, capsys):
     out = tmp_path / "model"
-    runpy.run_path(str(EXAMPLES / "train_bytes.py"))["main"](["--tiny", "--new", "4", "--out", str(out)])
+    main = runpy.run_path(str(EXAMPLES / "train_bytes.py"))["main"]
+    main(["--tiny", "--new", "4", "--out", str(out), "--results", str(tmp_path)])
     shown = capsys.readouterr().out
     losses = [float(loss) for loss in re.findall(r"step +\d+ +loss ([\d.]+) +[\d,]+ tokens/s", shown)]
     assert len(losses) == 4
@@ -31,3 +33,7 @@ def test_a_byte_model_is_trained_saved_and_writes(tmp_path, capsys):
         "    for ",
     ]
     assert (out / "model.safetensors").is_file()
+    (written,) = tmp_path.glob("*/training/from_scratch/train_bytes.json")
+    run = json.loads(written.read_text(encoding="utf-8"))["run"]
+    assert [round(each["loss"], 4) for each in run["losses"]] == losses
+    assert [text[:4] for text in run["texts"]] == ["def ", "clas", "impo", "    "]

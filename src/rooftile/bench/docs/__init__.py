@@ -231,6 +231,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "training": docs_training.table,
     "training-steps": docs_training.steps,
     "training-convergence": docs_training.convergence,
+    "training-from-scratch": docs_training.from_scratch,
     **{f"chart-{s.name}": functools.partial(docs_sweeps.sweep, name=s.name) for s in charts.SWEEPS},
     "passes": docs_passes.table,
     "rooflines": docs_sweeps.rooflines,

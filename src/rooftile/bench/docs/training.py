@@ -80,6 +80,35 @@ def convergence(results: Path) -> str:
     return "\n".join(parts).strip() or NO_RESULTS
 
 
+def from_scratch(results: Path) -> str:
+    """What examples/train_bytes.py printed: losses on the way, and the texts that its model wrote."""
+    parts = []
+    for path in sorted(results.glob(f"*/{SUITE}/from_scratch/train_bytes.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        run, last = data["run"], data["run"]["losses"][-1]["step"]
+        shown = [each for i, each in enumerate(run["losses"]) if i % 5 == 0 or each["step"] == last]
+        parts += [
+            f"{machine(data['meta'])}: {run['parameters'] / 1e6:.1f}M parameters, {run['text_bytes'] / 1e6:.1f} MB of "
+            f"text, {run['steps']} steps of {run['batch']} x {run['context']} bytes.",
+            "",
+            markdown(
+                ("step>", "loss, nats a byte>", "tokens/s>"),
+                ([str(e["step"]), f"{e['loss']:.3f}", f"{e['tokens_s']:,.0f}"] for e in shown),
+            ),
+            "",
+            f"On files that it was not trained on, the loss is {run['held_out_loss']:.3f} nats a byte. It wrote:",
+            "",
+        ]
+        for text in run["texts"]:
+            parts += [
+                "````text",
+                *("".join(c if c.isprintable() or c == "\n" else "?" for c in text).splitlines()),
+                "````",
+                "",
+            ]
+    return "\n".join(parts).strip() or NO_RESULTS
+
+
 def table(results: Path) -> str:
     """Every row of losses and optimizers, slower ones included: a table for each op and dtype."""
     parts = []
