@@ -27,7 +27,7 @@ from rooftile.cases.check import relative_error
 from rooftile.cases.decode_attention import TOLERANCES
 from rooftile.inspect import compile_on, plan
 from rooftile.ops.decode_attention import DecodeConfig, decode_attention, schedule
-from rooftile.ops.decode_attention.choose import choose, decode, encode, shape_of
+from rooftile.ops.decode_attention.choose import choose, decode, encode, row_tile, shape_of
 from rooftile.primitives.paging import PAGES, page_step
 from rooftile.reference import decode_attention as reference
 
@@ -35,12 +35,17 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 hopper = pytest.importorskip("rooftile.ops.decode_attention.hopper_latent")
+parts, many, few = (
+    pytest.importorskip(f"rooftile.ops.decode_attention.hopper_latent_{name}")
+    for name in ("parts", "many_rows", "few_rows")
+)
 gluon = pytest.importorskip("rooftile.primitives.gluon")
 softmax = pytest.importorskip("rooftile.primitives.warpgroup_softmax")
+MODULES = hopper, parts, many, few, gluon, softmax
 
 BF16 = torch.bfloat16
 TARGET = runtime.TARGETS["sm_90"]
-CONFIG = DecodeConfig(64, 64, 8, 2, 1, pdl=True, kernel="hopper")
+CONFIG = DecodeConfig(64, 16, 8, 2, 1, pdl=True, kernel="hopper")
 DIM, VALUES = 576, 512
 
 
@@ -355,16 +360,17 @@ def language(sm):
 def run_program(monkeypatch):
     """Runs a program of the kernel on an `Sm`, with the work given."""
     constexpr = hopper.gl.constexpr
-    for module in (hopper, gluon, softmax):
+    for module in MODULES:
         for name, x in list(vars(module).items()):
             if isinstance(x, constexpr):
-                monkeypatch.setattr(module, name, (_Float if isinstance(x.value, float) else _Int)(x.value))
+                of = {float: _Float, int: _Int}.get(type(x.value), lambda layout: layout)
+                monkeypatch.setattr(module, name, of(x.value))
             elif hasattr(x, "fn") and hasattr(x, "arg_names"):
                 monkeypatch.setattr(module, name, x.fn)
     monkeypatch.setattr(Tile, "to", lambda self, dtype: self if dtype == "barrier" else torch.Tensor.to(self, dtype))
 
     def run(sm, work, *args):
-        for module in (hopper, gluon, softmax):
+        for module in MODULES:
             monkeypatch.setattr(module, "gl", language(sm))
         for name, fake in {
             "mbarrier": types.SimpleNamespace(
@@ -386,7 +392,9 @@ def run_program(monkeypatch):
             "pdl_wait": lambda: None,
             "pdl_launch_dependents": lambda: None,
         }.items():  # fmt: skip
-            monkeypatch.setattr(hopper, name, fake)
+            for module in MODULES[:4]:
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, fake)
         hopper.attend_latent(*args)
 
     return run
@@ -432,15 +440,15 @@ def attend(run_program, x, programs, *, slack=2, value_dim=VALUES, causal=True, 
     batch, n_new, heads, _ = x.q.shape
     pages, kv_heads, page_size, _ = x.cache.shape
     rows = heads // kv_heads * n_new
-    tiles = -(-rows // 64)
+    tile, tiles = row_tile(rows)
     capacity = x.table.shape[1] * page_size if x.page else page_size
     split = programs > 1
     min_blocks = 1 if split else schedule.NEVER_SPLIT.value
     work = work_of(x.lengths, n_new, kv_heads, capacity, programs, min_blocks, slack, device)
-    form = hopper.Form(heads // kv_heads, tiles, x.page, value_dim, causal, 8, min_blocks, slack, True)
+    form = hopper.Form(heads // kv_heads, tiles, x.page, value_dim, causal, 8, min_blocks, slack, True, rows=tile)
     out = torch.full((batch, n_new, heads, value_dim), torch.nan)
     lse = torch.full((batch, heads, n_new), torch.nan)
-    size = 64 * (512 + 2)
+    size = tile * (512 + 2)
     partial = torch.full((programs * tiles * 2 * size,), torch.nan) if split else None
     described = (
         Described(x.q, gluon.describe(x.q, form.q_box, None)),
@@ -461,12 +469,12 @@ def attend(run_program, x, programs, *, slack=2, value_dim=VALUES, causal=True, 
     for (seq, head), slots in parts.items():
         for t in range(tiles):
             found = [partial[(s * tiles + t) * size :][:size] for s in slots]
-            o = torch.stack([f[: 64 * 512].view(64, 512) for f in found])
-            m, total = (torch.stack([f[64 * 512 + 64 * i :][:64] for f in found]) for i in (0, 1))
+            o = torch.stack([f[: tile * 512].view(tile, 512) for f in found])
+            m, total = (torch.stack([f[tile * 512 + tile * i :][:tile] for f in found]) for i in (0, 1))
             weight = torch.exp2(m - m.amax(0))
             o, total = (o * weight[..., None]).sum(0), (total * weight).sum(0)
-            for row in range(min(64, rows - 64 * t)):
-                token, of_group = divmod(64 * t + row, heads // kv_heads)
+            for row in range(min(tile, rows - tile * t)):
+                token, of_group = divmod(tile * t + row, heads // kv_heads)
                 h = head * (heads // kv_heads) + of_group
                 empty = total[row] == 0
                 out[seq, token, h] = 0 if empty else o[row, :value_dim] / total[row]
@@ -494,6 +502,9 @@ LENGTHS = [0, 1, 63, 64, 65, 300]
         (64, 1, 16, 3),
         (128, 2, 128, 3),
         (32, 3, 0, 5),
+        (16, 1, 16, 3),
+        (16, 2, 64, 5),
+        (8, 3, 0, 1),
         pytest.param(64, 1, 64, 1, marks=pytest.mark.nightly),
         pytest.param(128, 1, 64, 4, marks=pytest.mark.nightly),
         pytest.param(16, 5, 32, 2, marks=pytest.mark.nightly),
@@ -545,7 +556,8 @@ def call(**changes):
     [
         {},
         *({"page": page} for page in (0, *PAGES)),
-        {"heads": 16, "tokens": 4},
+        {"heads": 16},
+        {"heads": 4, "tokens": 3},
         {"heads": 24, "kv_heads": 3, "tokens": 16},
         {"heads": 64, "tokens": 16},
         {"dtype": torch.half, "values": 264, "dim": 520},
@@ -566,7 +578,7 @@ def test_it_takes(changes):
         ({"values": 513}, "of which 257 to 512 are values, not 576 and 513"),
         ({"values": 256}, "of which 257 to 512 are values, not 576 and 256"),  # one warpgroup would have no column
         ({"options": ("window", "softcap")}, "takes no window and no softcap"),
-        ({"heads": 16, "tokens": 2}, "over 32 query rows"),
+        ({"heads": 8}, "over 8 query rows"),
         ({"heads": 48, "tokens": 2}, "a multiple or a divisor of 64, not 48 heads"),
         ({"offset": 4}, "multiples of 16 bytes"),
         ({"dim": 570}, "multiples of 16 bytes"),
@@ -591,12 +603,12 @@ def test_its_configuration_has_one_form():
         DecodeConfig(kernel="fast")
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(16, "portable"), (48, "portable"), (64, "hopper"), (512, "hopper")])
-def test_it_is_chosen_for_64_rows_and_more(rows, kernel):
+@pytest.mark.parametrize("rows", [16, 48, 64, 512])
+def test_it_is_chosen_where_it_takes_the_call(rows):
     def chosen(takes):
         return choose(rows, DIM, VALUES, BF16, BF16, 8, 4096, 64, TARGET, True, takes).kernel
 
-    assert chosen(True) == kernel
+    assert chosen(True) == "hopper"
     assert chosen(False) == "portable"
 
 
@@ -648,6 +660,10 @@ def test_it_compiles_for_sm_90():
         (64, 1, 16, [0, 1, 63, 64, 65, 1000, 4097]),
         (128, 2, 128, [5000, 1]),
         (16, 5, 32, [700, 3, 64]),
+        (16, 1, 64, [0, 1, 63, 64, 65, 1000, 4097]),
+        (16, 2, 16, [5000, 1, 0, 700]),
+        (8, 3, 0, [300, 3, 65]),
+        (16, 1, 128, [64] * 300),
         (128, 16, 0, [300, 15, 20]),
         (64, 1, 64, [64] * 300),
     ],

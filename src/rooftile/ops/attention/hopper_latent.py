@@ -38,7 +38,8 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
     given["window"] = s.left >= 0 or s.right > 0
     options = tuple(name for name, value in given.items() if value)
     aligned = p.aligned and p.head_dim % 8 == 0  # also of a q that is copied
-    reason = hopper_latent.can_run((p.dtype, p.dtype), aligned, _shape(p, 0), s.scale, options, target)
+    dtypes, least_rows = (p.dtype, p.dtype), hopper_latent.ROWS
+    reason = hopper_latent.can_run(dtypes, aligned, _shape(p, 0), s.scale, options, target, least_rows)
     if reason is not None:
         return reason
     if p.tokens * p.heads >= 1 << 28:  # times the most sequences, tiles of 64 rows are still fewer than 2^31

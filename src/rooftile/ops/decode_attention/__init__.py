@@ -136,7 +136,7 @@ def _launchers(p: _Problem, c: DecodeConfig) -> tuple[launching.KernelLauncher, 
     }
     options = pdl.options(p.pdl)
     if c.kernel == "hopper":
-        names = ("GROUP", "ROW_TILES", "PAGE", "VALUE_DIM", "CAUSAL", "BLOCK_B", "MIN_BLOCKS", "SLACK", "PDL")
+        names = ("GROUP", "ROW_TILES", "PAGE", "VALUE_DIM", "CAUSAL", "BLOCK_B", "MIN_BLOCKS", "SLACK", "PDL", "ROWS")
         hopper = _hopper()
         assert hopper is not None, "a configuration for a kernel that is not there is refused"
         launcher = hopper.launcher(**{name.lower(): constants[name] for name in names})

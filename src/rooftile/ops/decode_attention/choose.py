@@ -19,7 +19,7 @@ COMBINES = ("last", "kernel", "none")
 KERNELS = ("portable", "hopper")
 # The one form of kernel "hopper"
 _HOPPER: dict[str, tuple[object, ...]] = {
-    "block_n": (64,), "block_m": (64,), "num_warps": (8,), "num_stages": (2,), "programs_per_sm": (1,),
+    "block_n": (64,), "block_m": (16,), "num_warps": (8,), "num_stages": (2,), "programs_per_sm": (1,),
     "registers": (0,), "prefetch_blocks": (0,), "combine": ("kernel", "none"),
 }  # fmt: skip
 
@@ -42,10 +42,10 @@ class DecodeConfig:
         combine: what combines the splits of an item: `"last"`, the last program to finish; `"kernel"`, a second kernel;
             `"none"`, nothing: no item is split.
         pdl: start while the previous kernel still runs (programmatic dependent launch, sm_90 and later).
-        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90, more than 32 query rows of a KV head
+        kernel: `"portable"`, for any GPU and every option; `"hopper"`, for sm_90, more than 8 query rows of a KV head
             and a latent cache (`v_cache=None`) in 16 bits of 513 to 576 elements, of which 257 to 512 are values: TMA
-            copies, and two warpgroups that share the values' columns. It has blocks of 64 keys, tiles of 64 rows, 8
-            warps, 2 stages, one program an SM, and a combine of "kernel" or "none". It is chosen from 64 rows on.
+            copies, and two warpgroups that share the values' columns. It has blocks of 64 keys, tiles of 16 to 64
+            rows, 8 warps, 2 stages, one program an SM, and a combine of "kernel" or "none".
     """
 
     block_n: int = 64
@@ -204,11 +204,11 @@ def _choose_latent(
     4 stages of 32 keys 162.0.
 
     128 heads reach 0.39 of cuBLAS's rate so: 64 keys and 64 rows take 4.1 us, of which tensor cores need 1.3. Both warp
-    groups read all keys from shared memory, and no GEMM runs during the softmax or while copies are issued. So 64 rows
-    and more have a kernel of their own where it can run (`hopper_latent`).
+    groups read all keys from shared memory, and no GEMM runs during the softmax or while copies are issued. So there is
+    a kernel of its own where it can run (`hopper_latent`).
     """
-    if hopper and rows >= 64:
-        return DecodeConfig(64, 64, 8, 2, 1, combine="none" if capacity <= 64 else "kernel", pdl=True, kernel="hopper")
+    if hopper:
+        return DecodeConfig(64, 16, 8, 2, 1, combine="none" if capacity <= 64 else "kernel", pdl=True, kernel="hopper")
     tile, _ = row_tile(rows, most_rows(head_dim, dtype, target))
     columns = sum(split_dim(head_dim))
     nvidia = target.arch.startswith("sm_")

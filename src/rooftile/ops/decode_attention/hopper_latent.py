@@ -1,26 +1,20 @@
-"""decode_attention over a latent cache for sm_90, of 64 and more query rows (Gluon).
+"""decode_attention over a latent cache for sm_90, of more than 8 query rows (Gluon).
 
-A program has 64 query rows of a KV head. With so many the kernel is bound by the tensor cores, not by memory: the GEMMs
-of a block of 64 keys take 2176 clocks. The rows' outputs, 64 x 512, fill the registers of two warpgroups, and the
-queries and two blocks of keys fill shared memory. So scores cannot be computed a block ahead, and what matters is that
-the copies of a block have the time of a whole block to land:
+A program has a tile of 16, 32 or 64 query rows of a KV head, and three parts:
 
-    _score       the first warpgroup: s = q k^T of a block, p = softmax of s, and columns 0 to 255 of the output
-    _accumulate  the second one: columns 256 to 511 of the output
-    _produce     a single warp: plans the work, and copies queries and blocks by TMA, a page or a part of one at a time
+    score       the first warpgroup: scores of a block of keys, p = their softmax, columns 0 to 255 of the output
+    accumulate  the second one: columns 256 to 511 of the output
+    _produce    a single warp: plans the work, and copies queries and blocks by TMA, a page or a part of one at a time
 
-The next block's q k^T is issued right behind a block's p v. During the softmax the tensor cores have nothing to do but
-the rest of the second warpgroup's p v. (FlashMLA gives each warpgroup the scores of every other block. Then the softmax
-of one overlaps GEMMs of the other, but copies have half the time.)
+Of 64 rows the tensor cores are what takes the time (`hopper_latent_many_rows`), of fewer the memory
+(`hopper_latent_few_rows`).
 
-A slot of shared memory has one block of keys: columns 0 to 255, 256 to 511, and 512 to 575, which only q k^T reads.
-`_score` writes the block's p over these last ones, once all of its warps have read them, so that it is in the same slot
-as the values that `_accumulate` multiplies it by.
+A slot of shared memory has one block of keys: columns 0 to 255, 256 to 511, and 512 to 575, which only the scores need.
 
     ready[2 slot + half]    completed by the bytes that land: the left half, or the right half and the last columns
     free[2 slot + half]     completed by one arrival of the warpgroup that has these columns of the output
-    p_ready[slot]           completed by `_score`, when p and its rows' alpha and sums are in shared memory
-    q_ready, q_free         as ready and free, for the queries of a piece of work, which `_score` alone reads
+    p_ready[slot]           completed by `score`, when p and its rows' alpha and sums are in shared memory
+    q_ready, q_free         as ready and free, for the queries of a piece of work, which `score` alone reads
     work_ready, work_free   the same for messages, in which `_produce` tells the others their next piece of work
 
 `free` of the right half implies that p, alpha and the sums were read. Work is partitioned as for
@@ -34,7 +28,6 @@ A fully masked row needs no special case until it is written (`primitives.warpgr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +36,10 @@ from torch import Tensor
 
 from rooftile import runtime  # before Triton: runtime fixes the mode of the process
 from rooftile.launching import KernelLauncher, bind
+from rooftile.ops.decode_attention import hopper_latent_few_rows as few
+from rooftile.ops.decode_attention import hopper_latent_many_rows as many
 from rooftile.ops.decode_attention.choose import Shape
+from rooftile.ops.decode_attention.hopper_latent_parts import COLUMNS, FIELDS, HALF, KEYS, LEAST_ROWS, PART, PARTS, ROWS, SLOTS, Form
 from rooftile.ops.decode_attention.schedule import load_lengths, plan_tiles, plan_work, tile_at, work_at
 from rooftile.primitives import pdl
 from rooftile.primitives.gluon import (
@@ -57,97 +53,17 @@ from rooftile.primitives.gluon import (
 )
 from rooftile.primitives.paging import page_step
 from rooftile.primitives.pdl import pdl_launch_dependents, pdl_wait
-from rooftile.primitives.scores import LN2
-from rooftile.primitives.warpgroup_softmax import INITIAL_MAX, mask_scores, softmax_step
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-ROWS = 64  # query rows of a program
-KEYS = 64  # keys of a block
-COLUMNS = 512  # of the output
-_HALF = gl.constexpr(COLUMNS // 2)  # columns of the output that a warpgroup has
-_PART = gl.constexpr(64)  # columns of a copy: a swizzle is so wide
-_PARTS = gl.constexpr(4)  # copies of a half
-_SLOTS = gl.constexpr(2)
-_FIELDS = gl.constexpr(8)  # of a message
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_SEQUENCES = 512  # which one warp plans
 _REGISTERS = 168  # what a kernel of 12 warps is compiled for; the two warpgroups take what the producer leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """All that the kernel is compiled for but the dtypes: its one constant.
-
-    Args:
-        group: query heads of a KV head.
-        row_tiles: tiles of 64 of their query rows, each with programs of its own.
-        page: tokens of a page; 0 for a contiguous cache.
-        value_dim: columns of the output, 257 to 512: each warpgroup has some.
-        causal: a token sees no later keys.
-        block_b: sequences, rounded up to a power of two.
-        min_blocks, slack: see `DecodeConfig`.
-        pdl: launched while the previous kernel still runs.
-        packed: queries are packed, any number of each sequence (`attention_paged`).
-        split: of packed queries, tiles may be split where they are few.
-    """
-
-    group: int
-    row_tiles: int
-    page: int
-    value_dim: int
-    causal: bool
-    block_b: int
-    min_blocks: int
-    slack: int
-    pdl: bool
-    packed: bool = False
-    split: bool = False
-    rows: int = ROWS
-    keys: int = KEYS
-
-    @property
-    def piece_rows(self) -> int:
-        """Keys that one copy takes: those of a block, or of a page, if that is less."""
-        return self.page if 0 < self.page < self.keys else self.keys
-
-    @property
-    def pieces(self) -> int:
-        """Copies of so many keys in a block."""
-        return self.keys // self.piece_rows
-
-    @property
-    def q_box(self) -> tuple[int, int, int, int]:
-        """What a copy of queries takes: some tokens of all heads of a KV head, or some heads of one token."""
-        heads = min(self.group, self.rows)
-        return 1, self.rows // heads, heads, _PART.value
-
-    @property
-    def shared(self) -> gl.NVMMASharedLayout:
-        """A tile in shared memory."""
-        return gl.NVMMASharedLayout(128, 16, rank=2)
-
-    @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        """A block of scores in registers."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
-
-    @property
-    def acc(self) -> gl.NVMMADistributedLayout:
-        """A warpgroup's half of the output."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF.value, 16])
-
-    @property
-    def operand(self) -> gl.DotOperandLayout:
-        """p of a block as the first operand of p v, in registers."""
-        return gl.DotOperandLayout(0, self.acc, 2)
 
 
 # The producer
@@ -159,7 +75,7 @@ def _send(fields, messages, work_ready, work_free, box, parity):
     mbarrier.wait(work_free.index(box), parity ^ 1)
     for i in gl.static_range(len(fields)):
         number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        messages.index(box * _FIELDS + i).store(number)
+        messages.index(box * FIELDS + i).store(number)
     mbarrier.arrive(work_ready.index(box), count=1)
     return next_slot(box, parity, 2)
 
@@ -201,7 +117,7 @@ def _copy_columns(
             page = _page_of(table, seq, row + j * T.piece_rows, n_keys, T)
         end, n, key = _place_of(table, page, row + j * T.piece_rows, n_keys, T)
         for part in gl.static_range(PARTS):
-            at = packed_at(end, n, head, key, col + part * _PART)
+            at = packed_at(end, n, head, key, col + part * PART)
             load_tile(desc, at, ready, pieces.index(first + part * T.pieces + j))
 
 
@@ -212,13 +128,13 @@ def _copy_queries(desc, seq, kv_head, tile, pieces, last, ready, T: gl.constexpr
     Of packed ones `seq` and `kv_head` are the tile's first token and head.
     """
     row = tile * T.rows
-    mbarrier.expect(ready, (2 * _PARTS + 1) * desc.block_type.nbytes)
-    for part in gl.static_range(2 * _PARTS + 1):
+    mbarrier.expect(ready, (2 * PARTS + 1) * desc.block_type.nbytes)
+    for part in gl.static_range(2 * PARTS + 1):
         if T.packed:
-            at = (0, seq, kv_head, part * _PART)
+            at = (0, seq, kv_head, part * PART)
         else:
-            at = (seq, row // T.group, kv_head * T.group + row % T.group, part * _PART)
-        load_tile(desc, at, ready, last if part == 2 * _PARTS else pieces.index(part))
+            at = (seq, row // T.group, kv_head * T.group + row % T.group, part * PART)
+        load_tile(desc, at, ready, last if part == 2 * PARTS else pieces.index(part))
 
 
 @gluon.jit
@@ -227,7 +143,7 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
     q_pieces, q_last, k_pieces, last_pieces, messages = memory
     ready, free, _p_ready, q_ready, q_free, work_ready, work_free = barriers
     n_seqs, n_new, kv_heads, capacity, programs = size
-    PER_HALF: gl.constexpr = _PARTS * T.pieces
+    PERHALF: gl.constexpr = PARTS * T.pieces
     program = gl.program_id(0) // T.row_tiles
     tile = gl.program_id(0) % T.row_tiles
     seqs = gl.arange(0, T.block_b, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -275,20 +191,20 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
                 page = _page_of(table, seq, row, n_keys, T)
                 left = 2 * slot
                 mbarrier.wait(free.index(left), parity ^ 1)
-                mbarrier.expect(ready.index(left), PER_HALF * k_desc.block_type.nbytes)
+                mbarrier.expect(ready.index(left), PERHALF * k_desc.block_type.nbytes)
                 _copy_columns(
-                    k_desc, table, seq, kv_head, row, n_keys, page, k_pieces, left * PER_HALF, ready.index(left), 0,
-                    _PARTS, T,
+                    k_desc, table, seq, kv_head, row, n_keys, page, k_pieces, left * PERHALF, ready.index(left), 0,
+                    PARTS, T,
                 )  # fmt: skip
                 mbarrier.wait(free.index(left + 1), parity ^ 1)
-                mbarrier.expect(ready.index(left + 1), (PER_HALF + T.pieces) * k_desc.block_type.nbytes)
+                mbarrier.expect(ready.index(left + 1), (PERHALF + T.pieces) * k_desc.block_type.nbytes)
                 _copy_columns(
-                    k_desc, table, seq, kv_head, row, n_keys, page, k_pieces, (left + 1) * PER_HALF,
-                    ready.index(left + 1), _HALF, _PARTS, T,
+                    k_desc, table, seq, kv_head, row, n_keys, page, k_pieces, (left + 1) * PERHALF,
+                    ready.index(left + 1), HALF, PARTS, T,
                 )  # fmt: skip
                 _copy_columns(
                     k_desc, table, seq, kv_head, row, n_keys, page, last_pieces, slot * T.pieces, ready.index(left + 1),
-                    2 * _HALF, 1, T,
+                    2 * HALF, 1, T,
                 )  # fmt: skip
                 slot, parity = next_slot(slot, parity, 2)
                 if block == low:  # after the first block, whose slot is free before the queries are
@@ -303,202 +219,20 @@ def _produce(q_desc, k_desc, lengths_ptr, queues, table, memory, barriers, size,
     _send((0, 0, 0, 0, 0, 0, 0), messages, work_ready, work_free, box, box_parity)
 
 
-# The warpgroups
-
-
-@gluon.jit
-def _field(messages, i):
-    return gl.max(messages.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _receive(messages, work_ready, work_free, n_new, box, parity, T: gl.constexpr):
-    """The next piece of work: sequence, KV head, its keys and tokens, first block, end of blocks, where a partial
-    result goes, and how many the item has. The last one has no blocks.
-
-    A tile of packed queries is like a sequence of its tokens. Its first token and head are in place of sequence and KV
-    head.
-    """
-    mbarrier.wait(work_ready.index(box), parity)
-    at = box * _FIELDS
-    seq, kv_head, n_keys = _field(messages, at), _field(messages, at + 1), _field(messages, at + 2)
-    low, high = _field(messages, at + 3), _field(messages, at + 4)
-    place, count = _field(messages, at + 5), _field(messages, at + 6)
-    if T.packed:
-        n_new = _field(messages, at + 7)
-    mbarrier.arrive(work_free.index(box), count=1)
-    return seq, kv_head, (n_keys, n_new), low, high, place, count
-
-
-@gluon.jit
-def _start_scores(q_tiles, k_tiles, ready, slot, parity, T: gl.constexpr):
-    """Issue q k^T of the left columns of queries and keys."""
-    none = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
-    mbarrier.wait(ready.index(2 * slot), parity)
-    k = k_tiles.index(2 * slot).permute((1, 0))
-    return warpgroup_mma(q_tiles.index(0), k, none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _finish_scores(s, q_tiles, q_last, k_tiles, k_last, ready, slot, parity):
-    """The scores, before `scale`."""
-    mbarrier.wait(ready.index(2 * slot + 1), parity)
-    s = warpgroup_mma(q_tiles.index(1), k_tiles.index(2 * slot + 1).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_last, k_last.index(slot).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(0, (s,))
-
-
-@gluon.jit
-def _mask(s, block, n_keys, n_new, tile, T: gl.constexpr):
-    """Mask the scores of the tile's queries with a block of keys."""
-    keys = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
-    end = gl.full([T.rows], n_keys, gl.int32, gl.SliceLayout(1, T.scores))
-    if T.causal:
-        rows = tile * T.rows + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
-        end = gl.minimum(n_keys - n_new + rows // T.group + 1, end)
-    return mask_scores(s, keys, None, end)
-
-
-@gluon.jit
-def _softmax(s, row_max, row_sum, block, high, work, scale, k_last, stats, p_ready, slot, tile, T: gl.constexpr):
-    """p of a block as an operand, here and for `_accumulate`; alpha; the new row_max and row_sum."""
-    n_keys, n_new = work
-    if (block + 1) * T.keys > n_keys - (n_new - 1):
-        s = _mask(s, block, n_keys, n_new, tile, T)
-    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale)
-    p = p.to(k_last.dtype)
-    gl.thread_barrier()  # the keys that p replaces: all warps have read them
-    k_last.index(slot).store(p)
-    stats.index(slot).store(alpha)
-    if block + 1 == high:
-        stats.index(_SLOTS + slot).store(
-            gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
-        )
-    fence_async_shared()
-    mbarrier.arrive(p_ready.index(slot), count=1)
-    return gl.convert_layout(p, T.operand), alpha, row_max, row_sum
-
-
 @gluon.jit
 def _score(outputs, memory, barriers, size, scale, T: gl.constexpr):
-    """s and p of all blocks, and the left half of the output."""
-    q_tiles, q_last, k_tiles, k_last, stats, messages = memory
-    ready, free, p_ready, q_ready, q_free, work_ready, work_free = barriers
-    tile = gl.program_id(0) % T.row_tiles
-    slot = 0
-    parity = 0
-    q_parity = 0
-    box = 0
-    box_parity = 0
-    seq, kv_head, keys, low, high, place, count = _receive(
-        messages, work_ready, work_free, size[1], box, box_parity, T
-    )  # fmt: skip
-    while low < high:
-        mbarrier.wait(q_ready.index(0), q_parity)
-        q_parity ^= 1
-        s = _start_scores(q_tiles, k_tiles, ready, slot, parity, T)
-        s = _finish_scores(s, q_tiles, q_last, k_tiles, k_last, ready, slot, parity)
-        if low + 1 == high:
-            mbarrier.arrive(q_free.index(0), count=1)
-        o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
-        row_max = gl.full([T.rows], INITIAL_MAX, gl.float32, gl.SliceLayout(1, T.scores))
-        p, _alpha, row_max, row_sum = _softmax(
-            s, row_max, None, low, high, keys, scale, k_last, stats, p_ready, slot, tile, T
-        )  # fmt: skip
-        for block in range(low + 1, high):
-            o = warpgroup_mma(p, k_tiles.index(2 * slot), o, is_async=True)
-            before = slot
-            slot, parity = next_slot(slot, parity, 2)
-            s = _start_scores(q_tiles, k_tiles, ready, slot, parity, T)
-            o = warpgroup_mma_wait(1, (o,))
-            mbarrier.arrive(free.index(2 * before), count=1)
-            s = _finish_scores(s, q_tiles, q_last, k_tiles, k_last, ready, slot, parity)
-            if block + 1 == high:
-                mbarrier.arrive(q_free.index(0), count=1)
-            p, alpha, row_max, row_sum = _softmax(
-                s, row_max, row_sum, block, high, keys, scale, k_last, stats, p_ready, slot, tile, T
-            )  # fmt: skip
-            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc), assert_trivial=True)[:, None]
-        o = warpgroup_mma_wait(0, (warpgroup_mma(p, k_tiles.index(2 * slot), o, is_async=True),))
-        mbarrier.arrive(free.index(2 * slot), count=1)
-        slot, parity = next_slot(slot, parity, 2)
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, T.acc), assert_trivial=True)
-        row_max = gl.convert_layout(row_max * scale, gl.SliceLayout(1, T.acc), assert_trivial=True)
-        _write(o, row_max, row_sum, outputs, size, seq, kv_head, keys[1], tile, place, count, 0, T)
-        box, box_parity = next_slot(box, box_parity, 2)
-        seq, kv_head, keys, low, high, place, count = _receive(
-            messages, work_ready, work_free, size[1], box, box_parity, T
-        )  # fmt: skip
+    if T.few_rows:
+        few.score(outputs, memory, barriers, size, scale, T)
+    else:
+        many.score(outputs, memory, barriers, size, scale, T)
 
 
 @gluon.jit
 def _accumulate(outputs, memory, barriers, size, scale, T: gl.constexpr):
-    """The right half of the output."""
-    _q_tiles, _q_last, k_tiles, k_last, stats, messages = memory
-    ready, free, p_ready, _q_ready, _q_free, work_ready, work_free = barriers
-    tile = gl.program_id(0) % T.row_tiles
-    slot = 0
-    parity = 0
-    box = 0
-    box_parity = 0
-    seq, kv_head, keys, low, high, place, count = _receive(
-        messages, work_ready, work_free, size[1], box, box_parity, T
-    )  # fmt: skip
-    while low < high:
-        o = gl.full([T.rows, _HALF], 0, gl.float32, T.acc)
-        row_sum = gl.full([T.rows], 0, gl.float32, gl.SliceLayout(1, T.acc))
-        for _ in range(low, high):
-            mbarrier.wait(p_ready.index(slot), parity)
-            alpha = stats.index(slot).load(gl.SliceLayout(1, T.acc))
-            row_sum = stats.index(_SLOTS + slot).load(gl.SliceLayout(1, T.acc))  # of the last block, the row's
-            o = o * alpha[:, None]
-            mbarrier.wait(ready.index(2 * slot + 1), parity)
-            o = warpgroup_mma(k_last.index(slot), k_tiles.index(2 * slot + 1), o, is_async=True)
-            o = warpgroup_mma_wait(0, (o,))
-            mbarrier.arrive(free.index(2 * slot + 1), count=1)
-            slot, parity = next_slot(slot, parity, 2)
-        _write(o, row_sum, row_sum, outputs, size, seq, kv_head, keys[1], tile, place, count, 1, T)
-        box, box_parity = next_slot(box, box_parity, 2)
-        seq, kv_head, keys, low, high, place, count = _receive(
-            messages, work_ready, work_free, size[1], box, box_parity, T
-        )  # fmt: skip
-
-
-@gluon.jit
-def _write(
-    o, row_max, row_sum, outputs, size, seq, kv_head, n_new, tile, place, count, half: gl.constexpr, T: gl.constexpr
-):
-    """A half of the rows' output, or of their partial result; the left half with what there is one of a row."""
-    out_ptr, lse_ptr, partial_ptr = outputs
-    kv_heads = size[2]
-    WIDTH: gl.constexpr = 2 * _HALF
-    rows = gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.acc))
-    cols = half * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, T.acc))
-    index = tile * T.rows + rows
-    token = index // T.group
-    head = kv_head + index % T.group if T.packed else kv_head * T.group + index % T.group
-    heads = kv_heads * T.group
-    there = token < n_new
-    if partial_ptr is None or count == 1:
-        inverse = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
-        row = seq.to(gl.int64) + token if T.packed else seq.to(gl.int64) * n_new + token
-        at = out_ptr + row * heads * T.value_dim + head * T.value_dim
-        mask = there[:, None] & (cols < T.value_dim)[None, :]
-        gl.store(at[:, None] + cols[None, :], (o * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-        if lse_ptr is not None and half == 0:
-            lse = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(row_sum)) * LN2)
-            if T.packed:
-                of_lse = head.to(gl.int64) * size[1] + row
-            else:
-                of_lse = (seq.to(gl.int64) * heads + head) * n_new + token
-            gl.store(lse_ptr + of_lse, lse, mask=there)
+    if T.few_rows:
+        few.accumulate(outputs, memory, barriers, size, scale, T)
     else:
-        partial = partial_ptr + (place * T.row_tiles + tile).to(gl.int64) * (T.rows * (WIDTH + 2))
-        gl.store(partial + (rows * WIDTH)[:, None] + cols[None, :], o, mask=there[:, None])
-        if half == 0:
-            partial += T.rows * WIDTH
-            gl.store(partial + rows, row_max, mask=there)
-            gl.store(partial + T.rows + rows, row_sum, mask=there)
+        many.accumulate(outputs, memory, barriers, size, scale, T)
 
 
 _NUMBERS = ["n_seqs", "n_new", "kv_heads", "capacity", "n_pages", "step", "programs", "scale"]
@@ -534,27 +268,31 @@ def attend_latent(
     Packed queries begin at `starts` for each sequence, and `n_new` are all of them.
     """
     SHARED: gl.constexpr = T.shared
-    q_pieces = gl.allocate_shared_memory(q_desc.dtype, [2 * _PARTS, T.rows, _PART], SHARED)
-    q_last = gl.allocate_shared_memory(q_desc.dtype, [T.rows, _PART], SHARED)
-    k_pieces = gl.allocate_shared_memory(k_desc.dtype, [2 * _SLOTS * _PARTS * T.pieces, T.piece_rows, _PART], SHARED)
-    last_pieces = gl.allocate_shared_memory(k_desc.dtype, [_SLOTS * T.pieces, T.piece_rows, _PART], SHARED)
-    Q_TILES: gl.constexpr = [2, T.rows, _HALF.value]
-    K_TILES: gl.constexpr = [2 * _SLOTS.value, T.keys, _HALF.value]
-    K_LAST: gl.constexpr = [_SLOTS.value, T.keys, _PART.value]
+    q_pieces = gl.allocate_shared_memory(q_desc.dtype, [2 * PARTS, T.rows, PART], SHARED)
+    q_last = gl.allocate_shared_memory(q_desc.dtype, [T.rows, PART], SHARED)
+    k_pieces = gl.allocate_shared_memory(k_desc.dtype, [2 * SLOTS * PARTS * T.pieces, T.piece_rows, PART], SHARED)
+    last_pieces = gl.allocate_shared_memory(k_desc.dtype, [SLOTS * T.pieces, T.piece_rows, PART], SHARED)
+    Q_TILES: gl.constexpr = [2, T.rows, HALF.value]
+    K_TILES: gl.constexpr = [2 * SLOTS.value, T.keys, HALF.value]
+    K_LAST: gl.constexpr = [SLOTS.value, T.keys, PART.value]
     q_tiles = view_as(q_pieces, Q_TILES, q_pieces)
     k_tiles = view_as(k_pieces, K_TILES, k_pieces)
     k_last = last_pieces if T.pieces == 1 else view_as(last_pieces, K_LAST, last_pieces)
+    if T.few_rows:
+        p_tiles = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, T.keys, T.rows], T.p_shared)
+    else:
+        p_tiles = k_last  # there is no room beside
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    stats = gl.allocate_shared_memory(gl.float32, [2 * _SLOTS, T.rows], FLAT)
-    messages = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], FLAT)
-    ready = gl.allocate_shared_memory(gl.int64, [2 * _SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * _SLOTS, 1], mbarrier.MBarrierLayout())
-    p_ready = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    stats = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, T.rows], FLAT)
+    messages = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], FLAT)
+    ready = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
+    p_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     work_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     work_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * _SLOTS):
+    for i in gl.static_range(2 * SLOTS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
@@ -570,7 +308,7 @@ def attend_latent(
 
     barriers = (ready, free, p_ready, q_ready, q_free, work_ready, work_free)
     outputs = (out_ptr, lse_ptr, partial_ptr)
-    memory = (q_tiles, q_last, k_tiles, k_last, stats, messages)
+    memory = (q_tiles, q_last, k_tiles, k_last, p_tiles, stats, messages)
     to_fill = (q_pieces, q_last, k_pieces, last_pieces, messages)
     size = (n_seqs, n_new, kv_heads, capacity, programs)
     table = (pages_ptr, stride_pb, n_pages, step)
@@ -602,11 +340,11 @@ def can_implement(
 
 def can_run(
     dtypes: tuple[torch.dtype, torch.dtype], aligned: bool, s: Shape, scale: float, options: tuple[str, ...],
-    target: runtime.Target,
+    target: runtime.Target, least_rows: int = LEAST_ROWS,
 ) -> str | None:  # fmt: skip
     """As `can_implement`, for the dtypes of q and k, and whether both can be described to TMA.
 
-    Packed queries are `s.n_new` tokens, of `s.batch` sequences.
+    Packed queries are `s.n_new` tokens, of `s.batch` sequences. They need more than half of the least rows of a tile.
     """
     group = s.heads // s.kv_heads
     if not target.gluon:
@@ -620,10 +358,10 @@ def can_run(
         )
     if options:
         return f"kernel 'hopper' takes no {' and no '.join(options)}"
-    if 2 * group * s.n_new <= ROWS or (group % ROWS and ROWS % group):
+    if group * s.n_new <= least_rows // 2 or (group % ROWS and ROWS % group):
         return (
-            f"kernel 'hopper' takes over {ROWS // 2} query rows of a KV head, whose heads are a multiple or a divisor "
-            f"of {ROWS}, not {group} heads and {s.n_new} tokens"
+            f"kernel 'hopper' takes over {least_rows // 2} query rows of a KV head, whose heads are a multiple or a "
+            f"divisor of {ROWS}, not {group} heads and {s.n_new} tokens"
         )
     if not aligned:
         return "kernel 'hopper' takes a q and a cache whose base and strides are multiples of 16 bytes, no stride 0"
@@ -660,7 +398,7 @@ def bind_to(
         numbers=(s.batch, s.n_new, s.kv_heads, s.capacity, s.n_pages, page_step(k), programs, scale),
         descriptors={
             0: describe(q, form.q_box, of_rows),
-            1: describe_pages(k, (form.piece_rows, _PART.value), of_keys),
+            1: describe_pages(k, (form.piece_rows, PART.value), of_keys),
         },
     )
 
