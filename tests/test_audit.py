@@ -185,6 +185,7 @@ def test_namesakes_are_told_apart_by_what_they_take_of_the_chip():
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "foreign", "GEMMs"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "foreign", "GEMMs"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL", "communication"),
+        ("memcpy32_post", "copy", "copies"),
         ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "NCCL", "communication"),
         ("ncclSymkDevKernel_AllReduce_AGxLL_R_sum_bf16", "NCCL", "communication"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "foreign", "other"),

@@ -48,6 +48,9 @@ _INDUCTOR = re.compile(r"triton_(poi|red|per|tem|for|unk|mix|mm|bmm|flex|spl)\w*
 # ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...), and ncclKernel_... before NCCL 2.19; ncclSymkDevKernel_... since 2.27.
 _NCCL = re.compile(r"(void )?nccl\w*Kernel")
 
+# The driver copies a few bytes by kernels of its own: memcpy32_post was seen beside NCCL's on two H200s.
+_COPY = re.compile(r"mem(cpy|set)\d+_post$")
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -164,6 +167,8 @@ def origin_of(
         return Origin("Inductor", _first(_OTHERS, name.removeprefix("triton_")))
     if _NCCL.match(name):
         return Origin("NCCL", COMMUNICATION)
+    if _COPY.match(name):
+        return Origin("copy", COPIES)
     alike = [k for k in launched if k.source.name == name]
     if strict and threads:  # those of a block are what the launcher asked for, to the last
         alike = [k for k in alike if k.threads in (0, threads)]
