@@ -56,7 +56,7 @@ BY_SIZE = (
     "rms_norm_linear", "rms_norm_gated_linear", "rms_norm_qkv_rope_cache", "attention", "attention_varlen",
     "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "rms_norm", "softmax",
 )  # fmt: skip
-LATENT = "B8 T4096 H128/1 D576/512 page 64 latent v_cache=None head_dim_v=512"
+LATENT = tuple(f"B8 T4096 H{heads}/1 D576/512 page 64 latent v_cache=None head_dim_v=512" for heads in (16, 128))
 TWO_BLOCKS = "B2 H16 T4096 D96 causal=True"  # of q and k
 
 PLANS = {
@@ -72,7 +72,7 @@ PLANS = {
         Line(MEASURED, ("tiny",), ("attention",), points=("B1 H2 T70 D80/48 causal=True window=17",)),
         Line(MEASURED, ("tiny",), ("linear_cross_entropy",), points=("4x64->128 bias",)),
         Line(MEASURED, ("prefill",), ("attention",), points=(TWO_BLOCKS,), first=False),
-        Line(MEASURED, ops=("decode_attention",), points=(LATENT,), first=False),
+        Line(MEASURED, ops=("decode_attention",), points=LATENT, first=False),
         Line(SMALL, ops=("linear", "gated_linear"), first=False),
         Line(SMALL, ops=("linear", "attention", "decode_attention", "linear_cross_entropy"), dtype="fp32"),
     ),
