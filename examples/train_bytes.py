@@ -118,14 +118,15 @@ def main(arguments=None):
         shutil.copy(byte_model() / name, given.out / name)
     engine = Engine.from_pretrained(given.out, max_batch=len(PROMPTS), progress=False)
     written = engine.generate(PROMPTS, max_new_tokens=new, temperature=0.6, top_p=0.95)
+    texts = []
     for prompt, completion in zip(PROMPTS, written, strict=True):
-        print(f"\n{'-' * 20}\n{prompt}{completion.text}")
+        texts.append(f"{prompt}{completion.text}")
+        print(f"\n{'-' * 20}\n{texts[-1]}")
     if given.results is not None:
         meta = {**machine(), "transformers": transformers.__version__}
         run = {
             "parameters": size, "text_bytes": len(stream), "steps": steps, "batch": batch, "context": context,
-            "losses": losses, "held_out_loss": held_out_loss,
-            "texts": [prompt + completion.text for prompt, completion in zip(PROMPTS, written, strict=True)],
+            "losses": losses, "held_out_loss": held_out_loss, "texts": texts,
         }  # fmt: skip
         path = given.results / gpu_slug(str(meta["gpu"])) / "training" / "from_scratch" / "train_bytes.json"
         write_whole(path, json.dumps({"meta": meta, "run": run}, indent=1) + "\n")

@@ -42,6 +42,7 @@ import triton.language as tl  # isort: skip
 
 pytest.importorskip("rooftile.ops.attention.hopper_latent")
 hopper = pytest.importorskip("rooftile.ops.decode_attention.hopper_latent")
+parts = pytest.importorskip("rooftile.ops.decode_attention.hopper_latent_parts")
 gluon = pytest.importorskip("rooftile.primitives.gluon")
 
 LOG2E = 1.4426950408889634
@@ -243,7 +244,7 @@ def test_it_takes(changes):
 
 
 def test_its_tiles_are_those_of_decoding():
-    assert (HOPPER.block_m, HOPPER.block_n) == (hopper.ROWS, hopper.KEYS)
+    assert (HOPPER.block_m, HOPPER.block_n) == (parts.ROWS, parts.KEYS)
 
 
 @pytest.mark.parametrize(

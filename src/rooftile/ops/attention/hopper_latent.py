@@ -19,6 +19,7 @@ from rooftile.ops.attention.latent import HOPPER
 from rooftile.ops.attention.problem import AttentionConfig, Problem
 from rooftile.ops.decode_attention import hopper_latent
 from rooftile.ops.decode_attention.choose import Shape
+from rooftile.ops.decode_attention.hopper_latent_parts import COLUMNS, KEYS, ROWS
 from rooftile.ops.decode_attention.schedule import combine_tiles_kernel, partial_numbers
 from rooftile.primitives import pdl
 
@@ -38,7 +39,7 @@ def can_implement(p: Problem, c: AttentionConfig, target: runtime.Target) -> str
     given["window"] = s.left >= 0 or s.right > 0
     options = tuple(name for name, value in given.items() if value)
     aligned = p.aligned and p.head_dim % 8 == 0  # also of a q that is copied
-    dtypes, least_rows = (p.dtype, p.dtype), hopper_latent.ROWS
+    dtypes, least_rows = (p.dtype, p.dtype), ROWS
     reason = hopper_latent.can_run(dtypes, aligned, _shape(p, 0), s.scale, options, target, least_rows)
     if reason is not None:
         return reason
@@ -54,10 +55,10 @@ def _launchers(dtype: torch.dtype, **form: Any) -> tuple[KernelLauncher, KernelL
         "VALUE_DIM": form["value_dim"],
         "GROUP": form["group"],
         "CAUSAL": form["causal"],
-        "WIDTH": hopper_latent.COLUMNS,
-        "ROWS": hopper_latent.ROWS,
+        "WIDTH": COLUMNS,
+        "ROWS": ROWS,
         "BLOCK_B": form["block_b"],
-        "BLOCK_N": hopper_latent.KEYS,
+        "BLOCK_N": KEYS,
         "COMBINE_SPLITS": 4,
         "COMBINE_ROWS": _COMBINE_ROWS,
         "PDL": form["pdl"],
@@ -71,7 +72,7 @@ def prepare(q: Tensor, k: Tensor, p: Problem, table: Tensor, target: runtime.Tar
 
     q is (1, heads, tokens, dim), and k (pages, heads, page, dim).
     """
-    programs, rows = target.multiprocessors, hopper_latent.ROWS
+    programs, rows = target.multiprocessors, ROWS
     split = 2 * p.tokens * p.heads <= programs * rows  # else more than half of the SMs have a tile, if q is full
     main, combine = _launchers(
         p.dtype, group=p.heads // p.kv_heads, page=p.page, value_dim=p.value_dim, causal=p.scoring.right == 0,
@@ -83,7 +84,7 @@ def prepare(q: Tensor, k: Tensor, p: Problem, table: Tensor, target: runtime.Tar
     if split:
         numbers = (p.batch, p.tokens, p.kv_heads, p.n_k, programs)
         finish = bind(combine, programs // 2 * (rows // _COMBINE_ROWS), numbers=numbers)
-    n_partial, device = partial_numbers(programs, rows, hopper_latent.COLUMNS), q.device
+    n_partial, device = partial_numbers(programs, rows, COLUMNS), q.device
 
     def run(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, table: Tensor, lengths: Tensor, starts: Tensor) -> None:
         partial = torch.empty_strided((n_partial,), (1,), dtype=torch.float32, device=device) if split else None

@@ -39,7 +39,7 @@ from rooftile.launching import KernelLauncher, bind
 from rooftile.ops.decode_attention import hopper_latent_few_rows as few
 from rooftile.ops.decode_attention import hopper_latent_many_rows as many
 from rooftile.ops.decode_attention.choose import Shape
-from rooftile.ops.decode_attention.hopper_latent_parts import COLUMNS, FIELDS, HALF, KEYS, LEAST_ROWS, PART, PARTS, ROWS, SLOTS, Form
+from rooftile.ops.decode_attention.hopper_latent_parts import FIELDS, HALF, LEAST_ROWS, PART, PARTS, ROWS, SLOTS, Form
 from rooftile.ops.decode_attention.schedule import load_lengths, plan_tiles, plan_work, tile_at, work_at
 from rooftile.primitives import pdl
 from rooftile.primitives.gluon import (

@@ -19,7 +19,7 @@ them. So p is in the same slot as the values that `accumulate` multiplies it by.
 from __future__ import annotations
 
 from rooftile import runtime  # noqa: F401  # before Triton: runtime fixes the mode of the process
-from rooftile.ops.decode_attention.hopper_latent_parts import HALF, KEYS, ROWS, SLOTS, receive, write
+from rooftile.ops.decode_attention.hopper_latent_parts import HALF, KEYS, SLOTS, receive, write
 from rooftile.primitives.gluon import next_slot
 from rooftile.primitives.warpgroup_softmax import INITIAL_MAX, mask_scores, softmax_step
 
@@ -78,9 +78,7 @@ def _softmax(s, row_max, row_sum, block, high, work, scale, p_tiles, stats, p_re
     p_tiles.index(slot).store(p)
     stats.index(slot).store(alpha)
     if block + 1 == high:
-        stats.index(SLOTS + slot).store(
-            gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
-        )
+        stats.index(SLOTS + slot).store(gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True))
     fence_async_shared()
     mbarrier.arrive(p_ready.index(slot), count=1)
     return gl.convert_layout(p, _P), alpha, row_max, row_sum

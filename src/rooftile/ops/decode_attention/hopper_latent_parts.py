@@ -1,4 +1,4 @@
-"""What the parts of the latent cache's kernel for sm_90 share (`hopper_latent`): its form, its messages, its results."""
+"""What the parts of the kernel for sm_90 over a latent cache share (`hopper_latent`): form, messages, results."""
 
 from __future__ import annotations
 
