@@ -346,15 +346,26 @@ def test_beams_and_several_tokens_a_step():
 
 @pytest.mark.parametrize("title", nightly_but(("gpt-oss",), ("Llama", "Gemma 3", "gpt-oss")))
 def test_a_prompt_in_two_parts(title):
-    """More than one new token against a cache: causal at the end of the keys."""
+    """More than one new token against a cache: causal at the end of the keys, of which a window's layer has the last.
+
+    The padding ends in the first part, within the last keys of a window, or in the second part.
+    """
     eager, ours = pair(title)
     ids = tokens(30, 2)
-    found = []
-    for model in (eager, ours):
-        with torch.no_grad():
-            first = model(ids[:, :11], use_cache=True)
-            found.append(model(ids[:, 11:], past_key_values=first.past_key_values, use_cache=True).logits)
-    assert error(found[1], found[0]) < TOLERANCE
+    for n_padding in (0, 2, 8, 14):
+        mask = torch.ones(2, 30, dtype=torch.long, device=DEVICE)
+        mask[1, :n_padding] = 0
+        found = []
+        for model in (eager, ours):
+            with torch.no_grad(), Calls() as record:
+                first = model(ids[:, :11], attention_mask=mask[:, :11], use_cache=True)
+                n_first = len(record.calls)
+                given = {"past_key_values": first.past_key_values, "attention_mask": mask, "use_cache": True}
+                found.append(model(ids[:, 11:], **given).logits)
+        there = mask[:, 11:].bool()
+        assert error(found[1][there], found[0][there]) < TOLERANCE
+        ran = assert_no_masks(record.calls[n_first:], ours.config, 1)
+        assert ("attention_varlen" in ran) == (n_padding > 0)
 
 
 # Of each kind of mask, scale, bias and cache one or two. The rest of each family trains in test_patch.py.
