@@ -313,6 +313,7 @@ def test_options_that_make_no_sense(device):
     refused(TypeError, "scale is a str, expected a number or None", scale="1")
     refused(TypeError, r"scale is a numpy\.float32, expected a number or None", scale=numpy.float32(1))
     refused(TypeError, "causal is an int, expected a bool", causal=1)
+    refused(TypeError, "return_lse is a str, expected a bool", return_lse="xx")
     refused(
         TypeError, "mask has dtype torch.uint8, expected", mask=torch.ones(40, 40, device=device, dtype=torch.uint8)
     )

@@ -476,9 +476,10 @@ def test_reciprocals_divide_exactly(heads, device):
     n = work_order.MOST_TILES
     given = work_order.reciprocals(1, heads, 1)
     found = torch.empty(n, dtype=torch.int32, device=device)
-    _quotients_kernel[(1,)](found, given.by_heads, n)
+    _quotients_kernel[(1,)](found, given.all_heads_reciprocal, n)
     assert torch.equal(found, torch.arange(n, dtype=torch.int32, device=device) // heads)
-    assert (given.heads, given.by_heads_of_entry, given.by_heads_of_group) == (heads, given.by_heads, given.by_heads)
+    assert given.all_heads == heads
+    assert given.heads_reciprocal == given.group_reciprocal == given.all_heads_reciprocal
 
 
 # Compiled for sm_90, by a worker of `rooftile inspect` that finds these cases here

@@ -101,6 +101,8 @@ def test_starts_on_the_cpu_that_are_wrong(where, device):
         attention_varlen(q, k, v, torch.tensor([0, 40], device=device))
     with pytest.raises(TypeError, match="cu_seqlens_q is an int, expected an int32 tensor or a list of ints"):
         attention_varlen(q, k, v, 40)
+    with pytest.raises(TypeError, match="attention_varlen: return_lse is an int, expected a bool"):
+        attention_varlen(q, k, v, [0, 40], return_lse=1)
 
 
 def test_tensors_that_are_not_packed_are_named_before_their_tokens_are_counted(device):

@@ -2,12 +2,17 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from rooftile.bench import host_ops
+from rooftile import runtime
+from rooftile.bench import first_call, host_ops
 from rooftile.bench.timer import HostClock
 
 pytestmark = pytest.mark.nightly
@@ -46,6 +51,50 @@ def test_an_op_that_fails_is_said_and_the_others_are_measured(monkeypatch, devic
 )
 def test_the_limit_is_the_larger_of_a_factor_and_a_margin(direction, baseline_us, limit_us):
     assert host_ops.HostRow("op", direction, "", "", 1.0, baseline_us).limit_us == limit_us
+
+
+def test_first_calls_are_of_new_processes_that_share_a_cache_which_was_empty(monkeypatch):
+    folders = []
+
+    def start(command, env, **options):
+        assert command == [sys.executable, "-m", "rooftile.bench.first_call"]
+        folders.append(env["TRITON_CACHE_DIR"])
+        assert len(os.listdir(folders[0])) == len(folders) - 1
+        (Path(folders[0]) / str(len(folders))).touch()
+        return subprocess.CompletedProcess(command, 0, f"a warning\n{1.5 * len(folders)}\n", "")
+
+    monkeypatch.setattr(subprocess, "run", start)
+    empty, filled = first_call.measure()
+    assert (empty.cache, empty.seconds, empty.limit_s) == ("empty", 1.5, 10.0)
+    assert (filled.cache, filled.seconds, filled.limit_s) == ("filled", 3.0, 2.0)
+    assert folders[0] == folders[1]
+    console = Console(file=io.StringIO(), width=200)
+    host_ops.show_first_calls(console, (empty, filled))
+    assert console.file.getvalue().count("over") == 1
+
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "made up"))
+    with pytest.raises(RuntimeError, match="the first call with the cache empty failed: made up"):
+        first_call.measure()
+
+
+def test_the_first_call_is_measured_with_attention_on_a_gpu_alone(monkeypatch, tmp_path, device):
+    monkeypatch.setattr(host_ops, "PROBLEMS", ())
+    monkeypatch.setattr(
+        host_ops, "measure_beside_launcher", lambda *args, **options: host_ops.HostRow(*["x"] * 4, 1, 1)
+    )
+    monkeypatch.setattr(first_call, "measure", lambda: [first_call.FirstCall("call", "empty", 1.0, 10.0)])
+    found = []
+    for mode in (runtime.Mode.INTERPRETER, runtime.Mode.GPU):
+        monkeypatch.setattr(runtime, "MODE", mode)
+        for op in ("attention", "softmax"):
+            path = tmp_path / f"{op}.json"
+            host_ops.run([op], Console(file=io.StringIO()), None, path, timer=HostClock(), device=device)
+            found.append(len(json.loads(path.read_text())["meta"]["first_calls"]))
+    assert found == [0, 0, 1, 0]
+
+
+def test_the_first_call_runs_forward_and_backward(device):
+    assert first_call.seconds(device, (1, 16, 4, 2, 16)) > 0
 
 
 def test_results_are_for_measurements(tmp_path, device):

@@ -361,6 +361,14 @@ def test_the_hosts_time_beside_the_baselines_has_a_table(tmp_path):
     within, over = cells_of(regenerated(["host"], tmp_path), "`op`")
     assert within == ["`op`", "4x8", "forward", "15.0", "F.op", "10.0", "1.50", "18.0", ""]
     assert over[3:] == ["30.0", "F.op", "10.0", "3.00", "18.0", "over"]
+    meta["first_calls"] = [
+        {"call": "op forward", "cache": cache, "seconds": 2.5, "limit_s": limit}
+        for cache, limit in (("empty", 10.0), ("filled", 2.0))
+    ]
+    (tmp_path / "h100" / "host" / "host.json").write_text(json.dumps({"meta": meta, "rows": []}))
+    empty, filled = cells_of(regenerated(["host"], tmp_path), "op forward")
+    assert empty == ["op forward", "empty", "2.50", "10.0", ""]
+    assert filled == ["op forward", "filled", "2.50", "2.00", "over"]
 
 
 @pytest.mark.parametrize("name", list(docs.TABLES))

@@ -416,6 +416,7 @@ class TestRefused:
             ((q, k, v, lengths), {"window": 2.5}, "window is a float, expected an int or None"),
             ((q, k, v, lengths), {"window": lengths[0]}, "window is or has a tensor, expected ints: .* the host wait"),
             ((q, k, v, lengths), {"causal": 1}, "causal is an int, expected a bool"),
+            ((q, k, v, lengths), {"return_lse": "xx"}, "return_lse is a str, expected a bool"),
             ((q, k, v, lengths), {"config": "fast"}, "config is a str, expected a DecodeConfig or None"),
         ]
         for args, options, message in wrong:

@@ -97,7 +97,8 @@ def test_logits_of_padded_batches(title):
         with Calls() as record:
             found = logits(ours, ids, mask)[there]
         assert error(found, logits(eager, ids, mask)[there]) < TOLERANCE, side
-        assert {func._schema.name for func, _, _ in record.calls} == {"rooftile::attention"}
+        op = "attention" if title in ("BERT", "T5") else "attention_varlen"  # what is causal and has no bias
+        assert {func._schema.name for func, _, _ in record.calls} == {f"rooftile::{op}"}
 
 
 @pytest.mark.parametrize("title", nightly_but(("Llama", "Gemma 3", "T5"), GENERATING))
@@ -139,7 +140,7 @@ def test_greedy_tokens_of_a_padded_batch_are_decoded(title, cache):
     assert torch.equal(found, eager.generate(ids, **options))
     layers = ours.config.get_text_config().num_hidden_layers
     ran = Counter(func._schema.name for func, _, _ in record.calls)
-    assert ran == {"rooftile::attention": layers, "rooftile::decode_attention": 3 * layers}
+    assert ran == {"rooftile::attention_varlen": layers, "rooftile::decode_attention": 3 * layers}
     masks = [args[9] for func, args, _ in record.calls if func._schema.name == "rooftile::decode_attention"]
     assert any(m is not None and not m.all() for m in masks), "a window may have left the padding behind"
 
@@ -229,12 +230,14 @@ def test_a_prompt_in_a_static_cache_that_was_reset_or_allocated_has_no_mask(titl
 
 @pytest.mark.parametrize("title", KINDS)
 def test_masks_of_later_parts(title):
-    """All ones: none. Padding, or a mask of fewer tokens than there are: as eager attention does it."""
+    """All ones, and padding: none. Holes, or a mask of fewer tokens than there are: as eager attention does it."""
     eager, ours = pair(title)
     ids, padding = padded(30, 2, "left")
     ones = torch.ones_like(padding)
-    for mask, is_masked in ((ones, False), (torch.nn.functional.pad(ones, (0, 10), value=1), False), (padding, True),
-                            (ones[:, :29], True)):  # fmt: skip
+    late, holes = padding.clone(), padding.clone()
+    late[1, :13], holes[1, 7] = 0, 0  # the other part's first queries are padding; row 1 has two ranges of valid keys
+    for mask, is_masked in ((ones, False), (torch.nn.functional.pad(ones, (0, 10), value=1), False), (padding, False),
+                            (late, False), (holes, True), (ones[:, :29], True)):  # fmt: skip
         found = []
         for model in (eager, ours):
             cache = static_cache(model, ids[:, :0])
@@ -242,11 +245,12 @@ def test_masks_of_later_parts(title):
                 model(ids[:, :11], past_key_values=cache, attention_mask=mask[:, :11])
                 first = len(record.calls)
                 found.append(model(ids[:, 11:], past_key_values=cache, attention_mask=mask).logits)
-        assert error(found[1], found[0]) < TOLERANCE
+        there = (late if mask is late else ones)[:, 11:].bool()
+        assert error(found[1][there], found[0][there]) < TOLERANCE
         if is_masked:
             assert any(scoring(func, args)[1] is not None for func, args, _ in record.calls[first:])
         else:
-            assert_no_masks(record.calls, ours.config, 2)
+            assert_no_masks(record.calls[first:], ours.config, 1)
 
 
 def test_the_host_does_not_wait_for_the_length_of_a_static_cache():
@@ -263,13 +267,15 @@ def test_the_host_does_not_wait_for_the_length_of_a_static_cache():
 
 def test_later_parts_that_the_kernels_lack():
     """float64: PyTorch's attention, with a mask of the keys that are filled."""
-    found = []
-    for model in pair("Gemma 3"):
-        model.double()
-        cache = static_cache(model, tokens(11, 2))
-        with torch.no_grad():
-            found.append(model(tokens(20, 2), past_key_values=cache).logits)
-    assert error(found[1], found[0]) < TOLERANCE  # the model's own softmax is in float32
+    eager, ours = pair("Gemma 3")
+    padding = padded(31, 2, "left")[1]
+    for mask in (None, padding):
+        found = []
+        for model in (eager.double(), ours.double()):
+            cache = static_cache(model, tokens(11, 2))
+            with torch.no_grad():
+                found.append(model(tokens(20, 2), past_key_values=cache, attention_mask=mask).logits)
+        assert error(found[1], found[0]) < TOLERANCE  # the model's own softmax is in float32
 
 
 def test_a_prompt_of_a_decoder_with_a_bias_in_a_static_cache():
@@ -340,15 +346,26 @@ def test_beams_and_several_tokens_a_step():
 
 @pytest.mark.parametrize("title", nightly_but(("gpt-oss",), ("Llama", "Gemma 3", "gpt-oss")))
 def test_a_prompt_in_two_parts(title):
-    """More than one new token against a cache: causal at the end of the keys."""
+    """More than one new token against a cache: causal at the end of the keys, of which a window's layer has the last.
+
+    The padding ends in the first part, within the last keys of a window, or in the second part.
+    """
     eager, ours = pair(title)
     ids = tokens(30, 2)
-    found = []
-    for model in (eager, ours):
-        with torch.no_grad():
-            first = model(ids[:, :11], use_cache=True)
-            found.append(model(ids[:, 11:], past_key_values=first.past_key_values, use_cache=True).logits)
-    assert error(found[1], found[0]) < TOLERANCE
+    for n_padding in (0, 2, 8, 14):
+        mask = torch.ones(2, 30, dtype=torch.long, device=DEVICE)
+        mask[1, :n_padding] = 0
+        found = []
+        for model in (eager, ours):
+            with torch.no_grad(), Calls() as record:
+                first = model(ids[:, :11], attention_mask=mask[:, :11], use_cache=True)
+                n_first = len(record.calls)
+                given = {"past_key_values": first.past_key_values, "attention_mask": mask, "use_cache": True}
+                found.append(model(ids[:, 11:], **given).logits)
+        there = mask[:, 11:].bool()
+        assert error(found[1][there], found[0][there]) < TOLERANCE
+        ran = assert_no_masks(record.calls[n_first:], ours.config, 1)
+        assert ("attention_varlen" in ran) == (n_padding > 0)
 
 
 # Of each kind of mask, scale, bias and cache one or two. The rest of each family trains in test_patch.py.
@@ -385,7 +402,8 @@ def test_gradient_checkpointing():
             model(input_ids=ids, **given).loss.backward()
         found.append(gradients(model))
     assert_same_gradients(found[1], found[0])
-    assert sum(func._schema.name == "rooftile::attention" for func, _, _ in record.calls) == 4  # two layers, twice
+    ran = Counter(func._schema.name for func, _, _ in record.calls)
+    assert ran["rooftile::attention_varlen"] == 4  # two layers, twice
 
 
 def packed():
@@ -540,9 +558,10 @@ def test_a_mask_of_ones_own():
 @pytest.mark.parametrize("title", ["Llama", "Gemma 2", "gpt-oss"])
 def test_dropout_is_left_to_others(title):
     eager, ours = pair(title, attention_dropout=1e-6)  # so little that nothing falls out
-    ids, mask = padded(12, 2, "left")
-    found = [model.train()(ids, attention_mask=mask).logits[mask.bool()] for model in (eager, ours)]
-    assert error(found[1], found[0]) < TOLERANCE
+    for n in (12, 20):  # more tokens than decode_attention takes have no mask
+        ids, mask = padded(n, 2, "left")
+        found = [model.train()(ids, attention_mask=mask).logits[mask.bool()] for model in (eager, ours)]
+        assert error(found[1], found[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("of_config", [False, True], ids=["of the call", "of the configuration"])
@@ -558,13 +577,60 @@ def test_weights_that_are_not_returned_are_warned_of(of_config, caplog):
     assert caplog.text.count("does not support output_attentions=True") == 1
 
 
-def test_a_padded_batch_takes_no_square_mask():
+def test_a_mask_with_holes_is_not_made_square():
     ids, mask = padded(20, 3, "left")
-    _, ours = pair("Mistral")
+    mask[0, 9] = 0
+    eager, ours = pair("Mistral")
     with Calls() as record:
-        logits(ours, ids, mask)
+        found = logits(ours, ids, mask)
     masks = [args[3] for _, args, _ in record.calls]
     assert [tuple(m.shape) for m in masks] == [(3, 1, 1, 20)] * 2
+    assert error(found[mask.bool()], logits(eager, ids, mask)[mask.bool()]) < TOLERANCE
+
+
+# With windows all but Llama; with a soft cap Gemma 2, and with sinks gpt-oss.
+@pytest.mark.parametrize("title", nightly_but(("Gemma 2", "gpt-oss"), ("Llama", "Gemma 2", "Gemma 3", "gpt-oss")))
+@pytest.mark.parametrize("cache", [False, True], ids=["no-cache", "static"])
+def test_padding_on_either_side_is_no_mask(title, cache):
+    """Of a row that is all padding the attention is zeros, and nothing of it is in the others."""
+    eager, ours = pair(title)
+    ids, mask = tokens(20, 5), torch.ones(5, 20, dtype=torch.long, device=DEVICE)
+    mask[1, :3], mask[2, 15:], mask[3, :2], mask[3, 18:], mask[4] = 0, 0, 0, 0, 0
+    there, found = mask.bool(), []
+    for model in (eager, ours):
+        options = {"past_key_values": static_cache(model, ids[:, :0])} if cache else {"use_cache": False}
+        with torch.no_grad(), Calls() as record:
+            found.append(model(ids, attention_mask=mask, **options).logits)
+    assert error(found[1][there], found[0][there]) < TOLERANCE
+    assert assert_no_masks(record.calls, ours.config, 1).keys() == {"attention_varlen"}
+    for func, args, _ in record.calls:
+        out = func(*args)[0].unflatten(0, (5, 20))
+        assert not out[~there].any()
+        assert out[there].any(-1).all()
+
+
+@pytest.mark.parametrize("title", nightly_but(("Gemma 2",), ("Llama", "Gemma 2", "gpt-oss")))
+def test_gradients_of_a_batch_padded_on_the_left(title):
+    found = []
+    ids, mask = padded(20, 3, "left")
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # padding would predict them
+    for model in pair(title):
+        with Calls() as record:
+            model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        found.append(gradients(model))
+    assert_same_gradients(found[1], found[0])
+    assert Counter(func._schema.name for func, _, _ in record.calls) == {
+        "rooftile::attention_varlen": 2, "rooftile::attention_backward": 2
+    }  # fmt: skip
+
+
+def test_padding_that_ends_before_the_queries():
+    """A later part that is all padding on the right; the end of the filled keys is on the device."""
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[1, 11:] = False
+    starts = attention.attention_mask(2, 20, 48, q_offset=torch.tensor(20, device=DEVICE), attention_mask=mask)
+    assert starts.tolist() == [[[0, 0, 0, 20, 20, 20, 20, 20, 40], [0, 0, 0, 40, 48, 48, 59, 96, 96]]]
 
 
 def test_torch_compile_takes_it_whole():
@@ -627,7 +693,8 @@ class TestSwitch:
                 found = logits(model, ids, mask)
             assert error(found[mask.bool()], expected[mask.bool()]) < TOLERANCE
             names = {func._schema.name for func, _, _ in record.calls}
-            assert "rooftile::attention" in names
+            op = "attention" if title in ("BERT", "T5") else "attention_varlen"
+            assert f"rooftile::{op}" in names
             assert len(names) > 1
         assert model.config._attn_implementation == before
         assert torch.equal(logits(model, ids, mask), expected)

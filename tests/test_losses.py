@@ -346,12 +346,19 @@ def test_wrong_arguments(device):
         ("grpo_loss", grpo, {"num_items_in_batch": 0}, "num_items_in_batch is 0, expected a finite"),
         ("grpo_loss", grpo, {"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
         ("token_logps", three, {"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
+        ("sequence_logps", three, {"temperature": 0.0}, "temperature is 0.0, expected a finite number above 0"),
+        ("grpo_loss", grpo, {"chunk_bytes": 0}, "chunk_bytes is 0, expected 1 or more, or None"),
+        ("dpo_loss", (hidden, weight[:, 1:], labels), {}, r"weight has shape \(37, 23\), expected \(V, 24\)"),
+        ("simpo_loss", three, {"precision": "exact"}, "precision is 'exact', expected one of"),
+        ("token_logps", (hidden, weight, short), {}, r"labels has shape \(4, 6\), expected \(4, 7\)"),
     ]  # fmt: skip
     for name, args, options, message in wrong:
         with pytest.raises(ValueError, match=f"^{name}: {message}"):
             getattr(losses, name)(*args, **options)
     with pytest.raises(TypeError, match=r"kto_loss: desirable has dtype torch\.float32, expected torch\.bool"):
         losses.kto_loss(hidden, weight, labels, advantages)
+    with pytest.raises(TypeError, match=r"^grpo_loss: labels has dtype torch\.float32, expected int64 or int32"):
+        losses.grpo_loss(hidden, weight, labels.float(), advantages)
     with pytest.raises(TypeError, match="dpo_loss: beta is a Tensor, expected a number"):
         losses.dpo_loss(hidden, weight, labels, beta=torch.tensor(0.1))
     for option in ("max_completion_length", "num_items_in_batch", "epsilon_low"):

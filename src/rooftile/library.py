@@ -500,6 +500,13 @@ def check_layout(op: str, layout: str, name: str = "layout") -> None:
         raise ValueError(f"{op}: {name} is {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
+def check_flags(op: str, **given: object) -> None:
+    """Raise TypeError unless each is a bool."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} is {named(value)}, expected a bool")
+
+
 def check_numbers(op: str, **given: object) -> None:
     """Raise TypeError unless each is an int or a float of Python, as an op's schema takes them, and no bool."""
     for name, value in given.items():

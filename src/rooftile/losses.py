@@ -106,6 +106,19 @@ def _check_word(op: str, name: str, value: str, accepted: object) -> None:
         raise ValueError(f"{op}: {name} is {value!r}, expected one of {', '.join(words)}")
 
 
+def _logps(
+    op: str, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, head: HeadOptions,
+    temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """`token_logps`, whose errors name the function that the user called, and its argument."""
+    _check_positive(op, temperature=temperature)
+    try:
+        return -linear_cross_entropy(hidden, weight, labels, bias, reduction="none", temperature=temperature, **head)
+    except (TypeError, ValueError) as error:
+        message = str(error).replace("linear_cross_entropy: target", f"{op}: labels", 1)
+        raise type(error)(message.replace("linear_cross_entropy:", f"{op}:", 1)) from None
+
+
 def token_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -135,8 +148,7 @@ def token_logps(
         ValueError, TypeError: as `linear_cross_entropy`, and if temperature is not above 0.
     """
     _check_head("token_logps", head)
-    _check_positive("token_logps", temperature=temperature)
-    return -linear_cross_entropy(hidden, weight, labels, bias, reduction="none", temperature=temperature, **head)
+    return _logps("token_logps", hidden, weight, labels, bias, head, temperature)
 
 
 def sequence_logps(
@@ -148,7 +160,7 @@ def sequence_logps(
     Under `torch.no_grad()`, with the reference model's hidden states and weight, it gives the `ref_logps` of losses.
     """
     _check_sequences("sequence_logps", hidden, labels, head)
-    return token_logps(hidden, weight, labels, bias, temperature=temperature, **head).sum(-1)
+    return _logps("sequence_logps", hidden, weight, labels, bias, head, temperature).sum(-1)
 
 
 def _lengths(labels: Tensor, head: HeadOptions) -> Tensor:
@@ -214,7 +226,7 @@ def dpo_loss(
     _check_word(op, "loss_type", loss_type, DPOLoss)
     if label_smoothing and loss_type != "sigmoid":
         raise ValueError(f"{op}: label_smoothing is {label_smoothing}, expected 0 with loss_type {loss_type!r}")
-    logps, lengths = sequence_logps(hidden, weight, labels, bias, **head), _lengths(labels, head)
+    logps, lengths = _logps(op, hidden, weight, labels, bias, head).sum(-1), _lengths(labels, head)
     ratios = logps if ref_logps is None else logps - ref_logps.detach()
     if loss_type == "ipo":
         ratios = ratios / lengths.clamp(min=1)
@@ -264,7 +276,7 @@ def orpo_loss(
     op = "orpo_loss"
     _check_sequences(op, hidden, labels, head, pairs=True)
     _check_range(op, beta=beta)
-    logps, lengths = sequence_logps(hidden, weight, labels, bias, **head), _lengths(labels, head)
+    logps, lengths = _logps(op, hidden, weight, labels, bias, head).sum(-1), _lengths(labels, head)
     averages = _averages(logps, lengths)
     odds = averages - torch.log(-torch.expm1(averages.clamp(max=-torch.finfo(torch.float32).eps)))
     better, worse = odds.chunk(2)
@@ -308,7 +320,7 @@ def simpo_loss(
     _check_positive(op, beta=beta)
     _check_range(op, gamma=gamma)
     _check_range(op, most=0.5, label_smoothing=label_smoothing)
-    logps, lengths = sequence_logps(hidden, weight, labels, bias, **head), _lengths(labels, head)
+    logps, lengths = _logps(op, hidden, weight, labels, bias, head).sum(-1), _lengths(labels, head)
     chosen, rejected = _averages(logps, lengths).chunk(2)
     losses = _preferred(beta * (chosen - rejected) - gamma, label_smoothing)
     return PolicyLoss(_mean(losses, lengths.view(2, -1).all(0)), logps.detach())
@@ -369,7 +381,7 @@ def kto_loss(
         kl = max(kl, 0.0)
     _check_positive(op, beta=beta)
     _check_range(op, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-    logps, lengths = sequence_logps(hidden, weight, labels, bias, **head), _lengths(labels, head)
+    logps, lengths = _logps(op, hidden, weight, labels, bias, head).sum(-1), _lengths(labels, head)
     gain = (logps if ref_logps is None else logps - ref_logps.detach()) - kl
     # 1 - sigmoid(z) is sigmoid(-z), which keeps its digits where it is small.
     good, bad = torch.sigmoid(-beta * gain), torch.sigmoid(beta * gain)
@@ -455,7 +467,6 @@ def grpo_loss(
         _check_shape(op, name, tensor, per_token)
     _check_shape(op, "importance_sampling_ratio", importance_sampling_ratio, per_token, (batch, 1))
     _check_range(op, beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    _check_positive(op, temperature=temperature)
     _check_word(op, "loss_type", loss_type, GRPOLoss)
     _check_word(op, "importance_sampling_level", importance_sampling_level, SamplingLevel)
     if delta is not None:
@@ -480,7 +491,7 @@ def grpo_loss(
         """0 where a token does not count, whatever is there."""
         return torch.where(counts, t, 0.0)
 
-    logps = token_logps(hidden, weight, labels, bias, temperature=temperature, **head)
+    logps = _logps(op, hidden, weight, labels, bias, head, temperature)
     advantages = counted(advantages.detach() if advantages.dim() == 2 else advantages.detach()[:, None])
     log_ratio = counted(logps - (logps if old_logps is None else old_logps).detach())
     if importance_sampling_level == "sequence":

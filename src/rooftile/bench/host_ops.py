@@ -6,6 +6,8 @@ take turns; a time is the median of the bursts.
 
 An op that replaces no PyTorch op is compared with Triton's launcher: `kernel[grid](...)` for each kernel that it
 launches, with the outputs allocated before.
+
+With attention, its first call is measured too (`first_call`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 import rooftile
 from rooftile import runtime
+from rooftile.bench import first_call
 from rooftile.bench.host import launcher_call, smallest
 from rooftile.bench.info import check_results, machine
 from rooftile.bench.measure import draw
@@ -266,6 +269,18 @@ def show(console: Console, rows: Sequence[HostRow]) -> None:
     console.print(table)
 
 
+def show_first_calls(console: Console, found: Sequence[first_call.FirstCall]) -> None:
+    table = Table(title="First call of a process", title_justify="left")
+    for column in ("call", "Triton's cache"):
+        table.add_column(column)
+    for column in ("s", "limit s", ""):
+        table.add_column(column, justify="right")
+    for f in found:
+        over = "over" if f.seconds > f.limit_s else ""
+        table.add_row(f.call, f.cache, f"{f.seconds:.2f}", f"{f.limit_s:g}", over)
+    console.print(table)
+
+
 def run(
     names: Sequence[str],
     console: Console,
@@ -291,12 +306,13 @@ def run(
     cases = [case.name for case in find_cases(list(names) or None)]
     replacing = {problem.op for problem in PROBLEMS}
     rows: list[HostRow] = []
+    first_calls: list[first_call.FirstCall] = []
     code = 0
 
-    def attempt(name: str, measured: Callable[[], list[HostRow]]) -> None:
+    def attempt(name: str, measured: Callable[[], list[Any]], found: list[Any] = rows) -> None:
         nonlocal code
         try:
-            rows.extend(measured())
+            found.extend(measured())
         except Exception as error:  # an op that fails is reported, and the others are measured
             code = 1
             console.print(f"{name}: {type(error).__name__}: {str(error)[:200]}", style="red", markup=False)
@@ -308,10 +324,14 @@ def run(
         for name in cases:
             if name not in replacing:
                 attempt(name, lambda name=name: [measure_beside_launcher(name, timer, device, **effort)])  # type: ignore[misc]
+        if "attention" in cases:
+            attempt("first call of attention", first_call.measure, first_calls)
     show(console, rows)
+    if first_calls:
+        show_first_calls(console, first_calls)
     if not measures:
         console.print("In Triton's interpreter: these times mean nothing.", style="yellow")
-    meta = machine()
+    meta = {**machine(), "first_calls": [dataclasses.asdict(found) for found in first_calls]}
     for path in (results and results / gpu_slug(str(meta["gpu"])) / "host" / "host.json", json_file):
         if path is not None:
             write_whole(path, to_json(meta, rows))

@@ -3,24 +3,27 @@
 Two functions are registered. `attention_mask` describes which keys a query sees. It returns
 
 - None where the causal rule and the window say everything and the last query is aligned with the last key;
-- `(B, Tk)` if there is padding too;
+- `(B, Tk)` if there is padding too, in steps of few tokens, with holes, and in graphs of torch.compile;
 - `(B, n)` with fewer columns than keys if only the first n are filled, as by a prompt in a new static cache, and
   `(0, n)`, without rows, if all of these are valid;
 - `(1, 2, 2 B + 1)`, where queries and keys start as for `rooftile.attention_varlen`, if all filled keys are valid and
   only the device knows how many they are: a prompt's later part in a static cache, or a prompt in one that was reset
   or allocated before;
+- `(1, 2, 3 B + 3)`, the same of a padded batch, if the valid keys of each row are one range: padding on the left, on
+  the right, or on both sides;
 - the starts of sequences, in one dimension, if position_ids that restart say that they are packed;
 - the full `(B, 1, Tq, Tk)` for everything else: a model's own masks, steps of one token in static caches, a later part
-  with padding, packed sequences in graphs of torch.compile.
+  of few tokens or with holes in its mask, packed sequences in graphs of torch.compile.
 
 `attention_forward` computes a step of few tokens by `rooftile.decode_attention`, except for several tokens with a full
-mask, packed sequences and later parts by `rooftile.attention_varlen`, and everything else by `rooftile.attention`.
+mask, packed sequences, padded batches and later parts by `rooftile.attention_varlen`, and everything else by
+`rooftile.attention`.
 
 A graph of torch.compile can't read whether a mask that it is given says that all keys are valid, so such a mask is
 padding there. Without one, prompts in static caches have no mask in graphs either.
 
 So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
-window are skipped.
+window are skipped. As a mask excludes the `hopper` kernels, padding is one only where it can't be starts.
 
 What the kernels lack goes to another implementation: dropout, a position bias that needs a gradient (T5 in training),
 heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or the model's own eager code if it has a
@@ -57,8 +60,8 @@ def register_attention() -> None:
 
     Padded batches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), grouped heads, training, and generation with
     dynamic and static caches give the same results as the model's eager attention, except that a query whose keys are
-    all masked (a padded one, say) gives zeros. Attention's weights are not returned: `output_attentions=True` gives a
-    warning and no weights.
+    all masked gives zeros, and so may the queries of padding. Attention's weights are not returned:
+    `output_attentions=True` gives a warning and no weights.
 
     Raises:
         ImportError: transformers is not installed, or is older than 4.56, which has no such registry.
@@ -106,27 +109,31 @@ def attention_mask(
         chunked = getattr(config, "attention_chunk_size", None) is not None
         told = getattr(config, "model_type", None) not in _WINDOW_IN_MASK
         plain = told and local_size == getattr(config, "sliding_window", None) and not chunked
-    if allow_is_causal_skip and plain and aligned:
-        return _padding(attention_mask, kv_length, kv_offset)
-    if allow_is_causal_skip and plain and q_length > 1 and kv_offset == 0:
-        # A static cache that is not full: no query sees the keys after it.
-        end = q_offset + q_length
+    # In a static cache that is not full no query sees the keys from `end` on.
+    end = kv_length if aligned else q_offset + q_length
+    if allow_is_causal_skip and plain and (aligned or (q_length > 1 and kv_offset == 0)):
         if not isinstance(end, Tensor):
-            if end < kv_length:
-                padding = _padding(attention_mask, end, 0)
-                if padding is None:
-                    return torch.empty(0, end, dtype=torch.bool, device=options.get("device"))
-                return padding.contiguous()
-        elif end.dim() == 0 and _shows_all(attention_mask, end):
-            return _starts_in_cache(batch_size, q_length, kv_length, end)
+            if aligned or end < kv_length:
+                all_valid, starts = _survey(attention_mask, kv_offset, q_length, kv_length, end)
+                if not all_valid:
+                    return _columns(attention_mask, kv_offset, end).contiguous() if starts is None else starts
+                return None if aligned else torch.empty(0, end, dtype=torch.bool, device=options.get("device"))
+        elif end.dim() == 0:
+            all_valid, starts = _survey(attention_mask, 0, q_length, kv_length, end)
+            if all_valid:
+                return _starts_in_cache(batch_size, q_length, kv_length, end)
+            if starts is not None:
+                return starts
     if attention_mask is None and (local_size is None or plain) and q_length == kv_length and aligned:
         sequences = _sequences(mask_function, local_size)
         if sequences is not None and not torch.compiler.is_compiling() and not _is_capturing(sequences.device):
             return _starts(sequences)
     if allow_is_bidirectional_skip and local_size is None and mask_function is bidirectional_mask_function:
-        padding = _padding(attention_mask, kv_length, kv_offset)
+        all_valid, _ = _survey(attention_mask, kv_offset, 0, kv_length, kv_length)  # no starts, which are causal
+        if all_valid:
+            return None
         # A full mask: a padding mask does not say that the module is not causal. It is expanded with strides of 0.
-        return None if padding is None else padding[:, None, None, :].expand(-1, 1, q_length, -1)
+        return _columns(attention_mask, kv_offset, kv_length)[:, None, None, :].expand(-1, 1, q_length, -1)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -190,25 +197,54 @@ def _starts(sequences: Tensor) -> Tensor:
     return starts
 
 
-def _padding(mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """The valid keys, (B, Tk); None if all are known to be valid."""
-    if mask is None:
-        return None
-    mask = mask[:, kv_offset : kv_offset + kv_length]
-    if mask.shape[1] < kv_length:
-        mask = nn.functional.pad(mask, (0, kv_length - mask.shape[1]))
-    if torch.compiler.is_compiling() or _is_capturing(mask.device):
-        return mask
-    return None if bool(mask.all()) else mask  # synchronizes once a forward, as transformers' own masks do
+def _columns(mask: Tensor | None, first: int, n: int) -> Tensor:
+    """The mask of n keys from `first` on; those that it does not have are not valid."""
+    assert mask is not None
+    mask = mask[:, first : first + n]
+    return nn.functional.pad(mask, (0, n - mask.shape[1])) if mask.shape[1] < n else mask
 
 
-def _shows_all(mask: Tensor | None, end: Tensor) -> bool:
-    """Whether the keys before `end` are known to be valid. With a mask it synchronizes, as `_padding` does."""
+def _survey(mask: Tensor | None, kv_offset: int, n_q: int, n_k: int, end: int | Tensor) -> tuple[bool, Tensor | None]:
+    """Whether the keys before `end` are known to be valid; else where queries and keys start, if that is known.
+
+    With a mask it synchronizes once a forward, as transformers' own masks do. Starts are for more queries than
+    decode_attention takes, and for a mask that has the last query's column.
+    """
     if mask is None:
-        return True
+        return True, None
     if torch.compiler.is_compiling() or _is_capturing(mask.device):
-        return False
-    return bool(mask.all() & (end <= mask.shape[1]))
+        return False, None
+    if n_q <= _DECODED and not isinstance(end, Tensor):
+        return bool(_columns(mask, kv_offset, end).all()), None
+    keys = torch.arange(n_k, device=mask.device)
+    valid = _columns(mask, kv_offset, n_k).bool() & (keys < end)
+    n_valid = valid.sum(1)
+    start, stop = valid.int().argmax(1), torch.where(valid, keys + 1, 0).amax(1)
+    are_ranges = (start + n_valid == stop).all() & (end <= mask.shape[1] - kv_offset)
+    all_valid, are_starts = torch.stack(((n_valid == end).all(), are_ranges)).tolist()
+    if all_valid or not are_starts or n_q <= _DECODED:
+        return all_valid, None
+    return False, _starts_of_valid(start, stop, n_q, n_k, end)
+
+
+def _starts_of_valid(start: Tensor, stop: Tensor, n_q: int, n_k: int, end: int | Tensor) -> Tensor:
+    """Where queries and keys start, `(1, 2, 3 batch + 3)`, if the keys `start[b]:stop[b]` of row b are valid.
+
+    Each row is three sequences: the keys ahead of the valid ones, without queries; the queries of those, without keys,
+    so that they give zeros; and the valid keys with their queries. Two more hold what follows the last row's.
+    """
+    rows = torch.arange(start.shape[0] + 1, device=start.device)
+
+    def in_batch(start: Tensor, stop: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Where the valid ones of each row start, and those of the row before stop, in the tokens of all rows."""
+        return rows * n + nn.functional.pad(start, (0, 1)), nn.functional.pad(rows[:-1] * n + stop, (1, 0))
+
+    k_start, k_before = in_batch(start, stop, n_k)
+    ahead = end - n_q  # keys before the first query's own
+    q_start, q_before = in_batch((start - ahead).clamp(0, n_q), (stop - ahead).clamp(0, n_q), n_q)
+    starts_q = torch.stack((q_before, q_before, q_start), dim=1)
+    starts_k = torch.stack((k_before, k_start, k_start), dim=1)
+    return torch.stack((starts_q.flatten(), starts_k.flatten()))[None].int()
 
 
 def _starts_in_cache(batch: int, n_q: int, n_k: int, filled: Tensor) -> Tensor:
@@ -286,24 +322,29 @@ class _Call:
     def whole_mask(self, starts: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """One mask, `(B or 1, H or 1, Tq, Tk)`, of padding, causal rule, window and packing; bool or floating."""
         n_q, n_k = self.q.shape[2], self.k.shape[2]
-        keys = torch.arange(n_k, device=self.q.device)
-        end = n_k if self.filled is None else self.filled
-        places = (torch.arange(n_q, device=self.q.device) + (end - n_q))[:, None]
+        rows = torch.arange(1 if starts is None else self.q.shape[0], device=self.q.device)[:, None]
+        queries = rows * n_q + torch.arange(n_q, device=self.q.device)
+        keys = (rows * n_k + torch.arange(n_k, device=self.q.device))[:, None]
+        places, same = queries + (n_k - n_q), None  # of queries among the keys
+        if starts is not None:
+            of_q, of_k = (
+                torch.bucketize(at, s[1:], right=True).clamp(max=s.shape[0] - 2)
+                for at, s in zip((queries, keys), starts, strict=True)
+            )
+            same = of_q[:, :, None] == of_k
+            ends_q, ends_k = (s[1:][of_q] for s in starts)
+            places = queries + ends_k - ends_q
+        places = places[:, :, None]
         seen = self.mask
         if seen is None or seen.dim() != 4:
             seen = None if seen is None else seen[:, None, None, :].bool()
             if (self.causal and n_q > 1) or (self.window is not None and n_q == 1):
-                pattern = (keys <= places)[None, None]
+                pattern = keys <= places
                 if self.window is not None:
                     pattern = pattern & (keys > places - self.window)
-                seen = pattern if seen is None else seen & pattern
-        if starts is not None and self.filled is None:
-            rows = torch.arange(self.q.shape[0], device=self.q.device)[:, None, None]
-            of_q, of_k = (
-                torch.bucketize(at + rows * n, s[1:], right=True)
-                for at, n, s in zip((places, keys), (n_q, n_k), starts, strict=True)
-            )
-            same = (of_q == of_k)[:, None]
+                seen = pattern[:, None] if seen is None else seen & pattern[:, None]
+        if same is not None:
+            same = same[:, None]
             seen = same if seen is None else seen & same if seen.dtype == torch.bool else seen.where(same, -torch.inf)
         return seen
 
@@ -367,13 +408,15 @@ def attention_forward(
         starts, call.mask = (attention_mask, attention_mask), None
     elif attention_mask is not None and attention_mask.dim() == 3:
         starts = (attention_mask[0, 0], attention_mask[0, 1])
-        call.mask, call.causal, call.filled = None, True, attention_mask[0, 1, 1:2]
+        call.mask, call.causal = None, True
+        if attention_mask.shape[2] == 2 * query.shape[0] + 1:
+            call.filled = attention_mask[0, 1, 1:2]
     if (starts_q := options.get("cu_seq_lens_q")) is not None and query.shape[0] == 1 and position_bias is None:
         starts_k = options.get("cu_seq_lens_k")
         starts, call.filled = (starts_q, starts_q if starts_k is None else starts_k), None
     elif starts is not None:
         longest = getattr(attention_mask, "longest", query.shape[2])
-        longest_k = longest if call.filled is None else key.shape[2]
+        longest_k = longest if attention_mask.dim() == 1 else key.shape[2]  # type: ignore[union-attr]
         options = {**options, "max_length_q": longest, "max_length_k": longest_k}
     if reason := call.unsupported():
         return _elsewhere(call, reason, starts, options), None

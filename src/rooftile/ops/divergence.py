@@ -301,8 +301,7 @@ def _asked_for(grads: tuple[Tensor, Tensor], needs: tuple[bool, bool]) -> tuple[
 
 def _fake_kl(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Tensor:
     _check("kl_div", input, target, reduction)
-    if not isinstance(log_target, bool):
-        raise TypeError(f"kl_div: log_target is {library.named(log_target)}, expected a bool")
+    library.check_flags("kl_div", log_target=log_target)
     return _empty(input, reduction)
 
 

@@ -173,6 +173,16 @@ def host(results: Path) -> str:
             for row in rows
         ]  # fmt: skip
         parts += [machine(meta) + ".", "", markdown(columns, cells), ""]
+        if first := meta.get("first_calls"):
+            first_cells = [
+                [f["call"], f["cache"], number(f["seconds"]), number(f["limit_s"]),
+                 "over" if f["seconds"] > f["limit_s"] else ""]
+                for f in first
+            ]  # fmt: skip
+            parts += [
+                markdown(("first call of a process", "Triton's cache", "s>", "limit s>", "over"), first_cells),
+                "",
+            ]
     return "\n".join(parts).strip() or NO_RESULTS
 
 

@@ -98,7 +98,7 @@ def attention(
             interpreter, or devices differ.
         TypeError: dtypes differ, or are not one of those named; an option is of another type.
     """
-    scaled, cap, left, right = arguments.scoring_arguments("attention", causal, scale, window, softcap)
+    scaled, cap, left, right = arguments.scoring_arguments("attention", causal, scale, window, softcap, return_lse)
     q, k, v = autocast(q, k, v)  # type: ignore[assignment]
     text = "" if config is None else arguments.encoded("attention", config)
     exact = arguments.is_deterministic("attention", deterministic)
@@ -152,7 +152,7 @@ def attention_varlen(
         TypeError: as `attention`; cu_seqlens is not int32.
     """
     op = "attention_varlen"
-    scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
+    scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap, return_lse)
     q, k, v = autocast(q, k, v)  # type: ignore[assignment]
     text = "" if config is None else arguments.encoded(op, config)
     exact = arguments.is_deterministic(op, deterministic)
@@ -261,7 +261,7 @@ def attention_paged(
         TypeError: an unsupported dtype; an option is of another type.
     """
     op = "attention_paged"
-    scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap)
+    scaled, cap, left, right = arguments.scoring_arguments(op, causal, scale, window, softcap, return_lse)
     text = "" if config is None else arguments.encoded(op, config, invariant=True)
     optional = {"v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes}
     given = {name: t for name, t in (optional | {"sinks": sinks}).items() if t is not None}

@@ -21,13 +21,12 @@ Window = int | tuple[int | None, int | None]
 
 
 def scoring_arguments(
-    op: str, causal: bool, scale: float | None, window: Window | None, softcap: float | None
+    op: str, causal: bool, scale: float | None, window: Window | None, softcap: float | None, return_lse: bool
 ) -> tuple[float | None, float, int, int]:
-    """scale, softcap, left and right as the schemas take them."""
-    if window is None and softcap is None and scale is None and type(causal) is bool:
+    """scale, softcap, left and right as the schemas take them; return_lse is checked alone."""
+    if window is None and softcap is None and scale is None and type(causal) is type(return_lse) is bool:
         return None, 0.0, -1, 0 if causal else -1
-    if not isinstance(causal, bool):
-        raise TypeError(f"{op}: causal is {library.named(causal)}, expected a bool")
+    library.check_flags(op, causal=causal, return_lse=return_lse)
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (not isinstance(number, (float, int)) or isinstance(number, bool)):
             raise TypeError(f"{op}: {name} is {library.named(number)}, expected a number or None")

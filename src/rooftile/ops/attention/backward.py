@@ -157,9 +157,9 @@ def _launcher(tiling: Tiling, num_warps: int, dtypes: tuple[torch.dtype | None, 
     return KernelLauncher(kernel, {"T": tiling}, newest_assembler=True, num_warps=num_warps)
 
 
-def _together(lane_bytes: int, lanes: int, target: runtime.Target) -> int:
+def _together(head_bytes: int, batch_heads: int, target: runtime.Target) -> int:
     """Lanes (heads of batch entries) that are worked on together: as many as fill half of the L2."""
-    return max(1, min(lanes, target.l2 // 2 // max(1, lane_bytes)))
+    return max(1, min(batch_heads, target.l2 // 2 // max(1, head_bytes)))
 
 
 def _tiling(x: Inputs, c: AttentionConfig, wanted: str) -> Tiling:
@@ -193,16 +193,16 @@ def _bound(
     group, dims, of_queries = heads // kv_heads, x.q.shape[3] + x.v.shape[3], wanted == "dq"
     longest, block = (x.longest_q, c.block_m) if of_queries else (x.longest_k, c.block_n)
     n_heads = heads if of_queries else kv_heads
-    lanes, blocks = x.sequences * n_heads, library.cdiv(longest, block)
+    batch_heads, blocks = x.sequences * n_heads, library.cdiv(longest, block)
     walked = x.longest_k * dims // group if of_queries else x.longest_q * group * dims
-    together = _together(walked * x.q.element_size(), lanes, runtime.target(x.q.device))
+    together = _together(walked * x.q.element_size(), batch_heads, runtime.target(x.q.device))
     read = (x.q, x.k, x.v, dout, *gradients)
     strides = tuple(n for t in read for n in ((0, 0, 0) if t is None else t.stride()[:3]))
     dtypes = tuple(None if t is None else t.dtype for t in (*read, x.mask, x.alibi_slopes))
-    numbers = (x.q.shape[2], x.k.shape[2], n_heads, group, lanes, blocks, together)
+    numbers = (x.q.shape[2], x.k.shape[2], n_heads, group, batch_heads, blocks, together)
     return bind(
         _launcher(_tiling(x, c, wanted), c.num_warps, dtypes),
-        lanes * blocks,
+        batch_heads * blocks,
         strides=(*strides, *x.mask_strides),
         numbers=(*numbers, x.scoring.scale, *x.scoring.numbers),
     )

@@ -88,7 +88,9 @@ def _walk_queries(
     return dk_a, dk_b, dv_a, dv_b
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "kv_heads", "group", "n_lanes", "n_blocks", "together", "left", "right"])
+@triton.jit(
+    do_not_specialize=["n_q", "n_k", "kv_heads", "group", "n_batch_heads", "n_blocks", "together", "left", "right"]
+)
 def dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -128,7 +130,7 @@ def dkdv_kernel(
     n_k,
     kv_heads,
     group,
-    n_lanes,
+    n_batch_heads,
     n_blocks,
     together,
     scale,
@@ -140,9 +142,9 @@ def dkdv_kernel(
 ):
     """dk and dv of one block of keys. n_q and n_k are those of the tensors: of all packed sequences together."""
     scoring = (factor, cap, left, right)
-    lane, block = rasterize(tl.program_id(0), together, n_lanes, n_blocks)
-    kv_head = (lane % kv_heads).to(tl.int64)
-    batch = (lane // kv_heads).to(tl.int64)
+    batch_head, block = rasterize(tl.program_id(0), together, n_batch_heads, n_blocks)
+    kv_head = (batch_head % kv_heads).to(tl.int64)
+    batch = (batch_head // kv_heads).to(tl.int64)
     total_q = n_q  # a head's rows of lse and delta
     first_row = batch * (kv_heads * group) * n_q
     if T.alibi == 2:

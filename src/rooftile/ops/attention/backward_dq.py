@@ -60,7 +60,9 @@ def _walk_keys(
     return dq_a, dq_b
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "heads", "group", "n_lanes", "n_blocks", "together", "left", "right"])
+@triton.jit(
+    do_not_specialize=["n_q", "n_k", "heads", "group", "n_batch_heads", "n_blocks", "together", "left", "right"]
+)
 def dq_kernel(
     q_ptr,
     k_ptr,
@@ -96,7 +98,7 @@ def dq_kernel(
     n_k,
     heads,
     group,
-    n_lanes,
+    n_batch_heads,
     n_blocks,
     together,
     scale,
@@ -108,12 +110,12 @@ def dq_kernel(
 ):
     """dq of one block of queries."""
     scoring = (factor, cap, left, right)
-    lane, block = rasterize(tl.program_id(0), together, n_lanes, n_blocks)
+    batch_head, block = rasterize(tl.program_id(0), together, n_batch_heads, n_blocks)
     if T.has_right:  # the last queries see the most keys
         block = n_blocks - 1 - block
-    head = (lane % heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
     kv_head = head // group
-    batch = (lane // heads).to(tl.int64)
+    batch = (batch_head // heads).to(tl.int64)
     if T.alibi == 2:
         slopes_ptr += batch * heads
     rows_at = head * n_q  # of lse and delta

@@ -71,7 +71,7 @@ from rooftile.ops.attention.hopper_backward_parts import (
 from rooftile.ops.attention.parts import rasterize
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.ops.attention.slots import block_slots
-from rooftile.primitives.gluon import add_tile, describe, load_tile, next_slot, view_as
+from rooftile.primitives.gluon import add_tile, by_place, describe, load_tile, next_slot, view_as
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -106,12 +106,12 @@ class KeysTiling(BackwardTiling):
     keys: int = 128
 
     @property
-    def s(self) -> gl.NVMMADistributedLayout:
-        """Scores of a consumer, transposed: 64 keys."""
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """Of a consumer's scores, transposed: 64 keys."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.rows, 16])
 
     @property
-    def dq(self) -> gl.NVMMADistributedLayout:
+    def dq_layout(self) -> gl.NVMMADistributedLayout:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
 
     @property
@@ -170,7 +170,7 @@ def _read_tile_info(tile_infos, turn):
 @gluon.jit
 def _load_keys(k_desc, v_desc, entry, head, block, turn, memory, bars, T: gl.constexpr):
     """Load the values and keys of a tile, each as soon as no wgmma reads those of the previous tile."""
-    k_tiles, v_tiles = memory[:2]
+    k_tiles, v_tiles, _q_ring, _o_ring, _stats, _ds_ring, _out, _tile_infos = memory
     k_ready, k_free, v_ready, v_free = bars
     mbarrier.wait(v_free, turn & 1 ^ 1)
     mbarrier.expect(v_ready, 2 * v_desc.block_type.nbytes)
@@ -188,7 +188,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
     q_desc, k_desc, v_desc, o_desc, stats_desc = descs
     _k_tiles, _v_tiles, q_ring, o_ring, stats, _ds_ring, _out, tile_infos = memory
     of_tiles, of_keys, q_ready, q_free, o_ready, _ds_ready, _ds_free = bars
-    lanes, together, sequences = order
+    batch_heads, together, sequences = order
     _n_q, n_k, heads, group = size
     kv_heads = heads // group
     blocks = gl.cdiv(n_k, gl.constexpr(T.keys))
@@ -198,22 +198,24 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
     parity = 0
     turn = 0
     tile = gl.program_id(0)
-    while tile < lanes * blocks:
+    while tile < batch_heads * blocks:
         # The first block of keys, which with causality most queries see, comes first.
-        lane, block = rasterize(tile, together, lanes, blocks)
+        batch_head, block = rasterize(tile, together, batch_heads, blocks)
         if T.packed:
-            head = lane
+            head = batch_head
             block, entry, its_size = find_work(block, starts_ptr, size, sequences, 1, T)
-            end = entry[1][0]
+            _of_queries, of_its_keys, _first, _blocks = entry
+            end, _its_keys = of_its_keys
         else:
-            head = lane % kv_heads
-            entry = lane // kv_heads
+            head = batch_head % kv_heads
+            entry = batch_head // kv_heads
             end = entry
             its_size = size
-        if its_size[1] > 0:  # some slots of packed sequences have no block
+        its_queries, its_keys, _heads, _group = its_size
+        if its_keys > 0:  # some slots of packed sequences have no block
             low, high = _queries(block, its_size, scoring, T)
             first, _blocks = stat_blocks(entry, head * group, size, gl.int32, T)
-            numbers = (block * T.keys, low, high, first, head, end, its_size[0], its_size[1])
+            numbers = (block * T.keys, low, high, first, head, end, its_queries, its_keys)
             _write_tile_info(tile_infos, turn, of_tiles, numbers)
             for g in range(group):
                 q_head = head * group + g
@@ -244,7 +246,7 @@ def _produce(descs, counter, starts_ptr, order, memory, bars, size, scoring, T: 
 @gluon.jit
 def _start_s(k, q, slot, parity, there, ready, T: gl.constexpr):
     """Issue s^T = k q^T of a step. Where there is none (not `there`), q is stale and the result is not used."""
-    zero = gl.full([64, T.rows], 0, gl.float32, T.s)
+    zero = gl.full([64, T.rows], 0, gl.float32, T.scores_layout)
     mbarrier.wait(ready.index(slot), parity, pred=there)
     return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -252,7 +254,7 @@ def _start_s(k, q, slot, parity, there, ready, T: gl.constexpr):
 @gluon.jit
 def _start_dp(v, o, slot, parity, ready, T: gl.constexpr):
     """Issue dp^T = v dout^T of a step."""
-    zero = gl.full([64, T.rows], 0, gl.float32, T.s)
+    zero = gl.full([64, T.rows], 0, gl.float32, T.scores_layout)
     mbarrier.wait(ready.index(slot), parity)
     return warpgroup_mma(v, o.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -263,13 +265,13 @@ def _scores_gradient(s, dp, dv, o, stats, slot, p_first, key, n_k, scoring, T: g
 
     dp is still in flight when this is called, and so is s unless T.with_dq.
     """
-    OF_QUERY: gl.constexpr = gl.SliceLayout(0, T.s)
+    OF_QUERY: gl.constexpr = gl.SliceLayout(0, T.scores_layout)
     lse = stats.index(2 * slot).load(OF_QUERY)
     AFTER: gl.constexpr = 1 if T.deferred else 0  # wgmma issued after dp: that of dk
     if not T.with_dq:
         s = warpgroup_mma_wait(1 + AFTER, (s,))
     p, slope = probabilities(s, lse[None, :], key, p_first, n_k, scoring, 0, T)
-    p_16 = gl.convert_layout(p.to(o.dtype), T.operand)
+    p_16 = gl.convert_layout(p.to(o.dtype), T.operand_layout)
     if T.early:
         dv = warpgroup_mma(p_16, o, dv, is_async=True)
         dp = warpgroup_mma_wait(1 + AFTER, (dp,))
@@ -287,7 +289,7 @@ def _multiply_dq(k_parts, ds_parts, buffer, zero, mine: gl.constexpr, T: gl.cons
     """
     C: gl.constexpr = mine // (T.dim // 64)  # which rows of the step
     E: gl.constexpr = mine % (T.dim // 64)  # which columns
-    dq = gl.full([64, 64], 0, gl.float32, T.dq)
+    dq = gl.full([64, 64], 0, gl.float32, T.dq_layout)
     for j in gl.static_range(2):
         ds = ds_parts.index((buffer * 2 + j) * (T.rows // 64) + C)
         k = k_parts.index(j * (T.dim // 64) + E + zero)
@@ -344,7 +346,8 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
     n_q, n_k, _heads, group = size
     row_blocks = gl.cdiv(n_q, gl.constexpr(T.stat_rows))  # of a head
     if T.packed:
-        row_blocks = n_q // T.stat_rows + order[2]
+        _batch_heads, _together, sequences = order
+        row_blocks = n_q // T.stat_rows + sequences
     dq_tile = out.index(mine)
     if T.with_dq:
         PARTS: gl.constexpr = T.dim // 64
@@ -364,8 +367,8 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
             n_k = its_keys
         steps = group * (high - low)
         m = low
-        dk = gl.full([64, T.dim], 0, gl.float32, T.acc)
-        dv = gl.full([64, T.dim], 0, gl.float32, T.acc)
+        dk = gl.full([64, T.dim], 0, gl.float32, T.acc_layout)
+        dv = gl.full([64, T.dim], 0, gl.float32, T.acc_layout)
         k = k_tiles.index(mine)
         v = v_tiles.index(mine)
         mbarrier.wait(k_ready, turn & 1)
@@ -383,7 +386,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
                 ds, p_16, dv = _scores_gradient(s, dp, dv, o, stats, slot, m * T.rows + n_k - n_q, key, n_k, scoring, T)
                 mbarrier.wait(ds_free.index(slot), parity ^ 1)
                 ds_ring.index(slot * 2 + mine).store(ds)
-                ds_16 = gl.convert_layout(ds, T.operand)
+                ds_16 = gl.convert_layout(ds, T.operand_layout)
                 fence_async_shared()  # makes ds visible to wgmma, of both consumers
                 after, parity_after = next_slot(slot, parity, T.stages)
                 mbarrier.arrive(ds_ready.index(slot), count=1)
@@ -417,7 +420,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
         else:
             mbarrier.wait(v_ready, turn & 1)
             before = slot + 0  # not `slot`, which Triton would not see change in the loop
-            ds_16 = gl.full([64, T.rows], 0, q_ring.dtype, T.operand)
+            ds_16 = gl.full([64, T.rows], 0, q_ring.dtype, T.operand_layout)
             for i in range(steps):
                 q = q_ring.index(slot)
                 o = o_ring.index(slot)
@@ -432,10 +435,10 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
                     dk = warpgroup_mma_wait(1, (dk,))
                     if i > 0:
                         mbarrier.arrive(q_free.index(before), count=1)
-                    ds_16 = gl.convert_layout(ds, T.operand)
+                    ds_16 = gl.convert_layout(ds, T.operand_layout)
                     dv = warpgroup_mma_wait(0, (dv,))
                 else:
-                    dk = warpgroup_mma(gl.convert_layout(ds, T.operand), q, dk, is_async=True)
+                    dk = warpgroup_mma(gl.convert_layout(ds, T.operand_layout), q, dk, is_async=True)
                     dv, dk = warpgroup_mma_wait(0, (dv, dk))
                     mbarrier.arrive(q_free.index(slot), count=1)
                 before = slot
@@ -466,7 +469,7 @@ def _consume(dk_desc, dv_desc, sums, order, memory, bars, size, scoring, scale, 
 
 
 @gluon.jit(
-    do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right", "sequences"],
+    do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "batch_heads", "together", "left", "right", "sequences"],
     do_not_specialize_on_alignment=["starts_ptr"],
 )
 def keys_gradients(
@@ -484,7 +487,7 @@ def keys_gradients(
     kv_heads,
     n_q,
     n_k,
-    lanes,
+    batch_heads,
     together,
     scale,
     factor,
@@ -496,17 +499,17 @@ def keys_gradients(
 ):
     """dk and dv; and dq / scale added to a float32 sum, whose tiles `_add_dq` orders. `counter` is 0 before.
 
-    lanes are batch x kv_heads. With packed sequences n_q and n_k are those of all together.
+    batch_heads are batch x kv_heads. With packed sequences n_q and n_k are those of all together.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
-    q_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.rows, T.dim], T.shared)
-    o_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.rows, T.dim], T.shared)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared_layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared_layout)
+    q_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.rows, T.dim], T.shared_layout)
+    o_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.rows, T.dim], T.shared_layout)
     ds_ring = q_ring
     if T.with_dq:
-        ds_ring = gl.allocate_shared_memory(DTYPE, [T.stages * 2, 64, T.rows], T.shared)
-    out = gl.allocate_shared_memory(DTYPE, [2, 64, 128], T.shared)  # a consumer's tile of dq, dv or dk
+        ds_ring = gl.allocate_shared_memory(DTYPE, [T.stages * 2, 64, T.rows], T.shared_layout)
+    out = gl.allocate_shared_memory(DTYPE, [2, 64, 128], T.shared_layout)  # a consumer's tile of dq, dv or dk
     stats = gl.allocate_shared_memory(gl.float32, [T.stages * 2, T.rows], stats_desc.layout)
     tile_infos = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tile_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -541,7 +544,7 @@ def keys_gradients(
             mbarrier.init(ds_free.index(i), count=2)
     fence_async_shared()  # makes the initialized barriers visible to TMA
 
-    order = (lanes, together, sequences)
+    order = (batch_heads, together, sequences)
     size = (n_q, n_k, heads, heads // kv_heads)
     scoring = (factor, cap, left, right)
     of_keys = (k_ready, k_free, v_ready, v_free)
@@ -588,23 +591,26 @@ def prepare_dkdv(t: KeysTiling, x: Inputs, dout: Tensor, stats: Tensor, dk: Tens
     """
     batch, heads, n_q, _ = x.q.shape
     kv_heads, n_k = x.k.shape[1:3]
-    lanes = batch * kv_heads
+    batch_heads = batch * kv_heads
     walked = heads // kv_heads * x.longest_q * t.dim * (4 + (4 if t.with_dq else 0))
-    rows = (t.rows, 64, 64, t.rows, 0, 64, 64)
-    tensors = (x.q, x.k, x.v, dout, stats, dk, dv)
     descriptors = {
-        i: describe_rows(tensor, n, t.packed) if n else describe(tensor, (t.rows,), gl.NVMMASharedLayout(0, 32, 1))
-        for i, (tensor, n) in enumerate(zip(tensors, rows, strict=True))
+        "q_desc": describe_rows(x.q, t.rows, t.packed),
+        "k_desc": describe_rows(x.k, 64, t.packed),
+        "v_desc": describe_rows(x.v, 64, t.packed),
+        "o_desc": describe_rows(dout, t.rows, t.packed),
+        "stats_desc": describe(stats, (t.rows,), gl.NVMMASharedLayout(0, 32, 1)),
+        "dk_desc": describe_rows(dk, 64, t.packed),
+        "dv_desc": describe_rows(dv, 64, t.packed),
     }
     if t.with_dq:  # the sum has as many rows as stats, which has two numbers a row
         shape = (stats.numel() // 2 * t.dim // 256, 256)
-        descriptors[7] = Descriptor(shape, (256, 1), (16, 256), gl.NVMMASharedLayout(0, 32, 2))
+        descriptors["sums"] = Descriptor(shape, (256, 1), (16, 256), gl.NVMMASharedLayout(0, 32, 2))
     blocks = block_slots(n_k, KEYS, x.sequences) if t.packed else library.cdiv(n_k, KEYS)
-    programs = min(runtime.target(x.q.device).multiprocessors, lanes * blocks)
-    together = heads_together(lanes, walked, blocks, programs)
+    programs = min(runtime.target(x.q.device).multiprocessors, batch_heads * blocks)
+    together = heads_together(batch_heads, walked, blocks, programs)
     return bind(
         _launcher(t, x.q.dtype),
         programs,
-        numbers=(heads, kv_heads, n_q, n_k, lanes, together, *scoring_numbers(x.scoring), x.sequences),
-        descriptors=descriptors,
+        numbers=(heads, kv_heads, n_q, n_k, batch_heads, together, *scoring_numbers(x.scoring), x.sequences),
+        descriptors=by_place(keys_gradients, **descriptors),
     )

@@ -43,7 +43,7 @@ from rooftile.ops.attention.hopper_backward_parts import (
 from rooftile.ops.attention.parts import rasterize
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.ops.attention.slots import block_slots
-from rooftile.primitives.gluon import load_tile, next_slot
+from rooftile.primitives.gluon import by_place, load_tile, next_slot
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip
@@ -72,8 +72,8 @@ class QueriesTiling(BackwardTiling):
     rows: int = 128
 
     @property
-    def s(self) -> gl.NVMMADistributedLayout:
-        """Scores of a consumer: 64 queries."""
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """Of a consumer's scores: 64 queries."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
 
     @property
@@ -129,12 +129,13 @@ def _produce(q_desc, k_desc, v_desc, o_desc, work, memory, bars, size, scoring, 
 @gluon.jit
 def _row_stats(stats_ptr, row, entry, head, size, T: gl.constexpr):
     """lse and delta of this consumer's queries."""
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, T.s))
+    n_q, _n_k, _heads, _group = size
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, T.scores_layout))
     first, _blocks = stat_blocks(entry, head, size, gl.int64, T)
     block = first + row // T.stat_rows
     at = stats_ptr + block * (2 * T.stat_rows) + (rows - row // T.stat_rows * T.stat_rows)
-    lse = gl.load(at, mask=rows < size[0], other=float("inf"))
-    return lse, gl.load(at + T.stat_rows, mask=rows < size[0], other=0.0)
+    lse = gl.load(at, mask=rows < n_q, other=float("inf"))
+    return lse, gl.load(at + T.stat_rows, mask=rows < n_q, other=0.0)
 
 
 @gluon.jit
@@ -150,13 +151,13 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine:
     q = q_tiles.index(mine)
     o = o_tiles.index(mine)
 
-    dq = gl.full([64, T.dim], 0, gl.float32, T.acc)
-    zero = gl.full([64, T.keys], 0, gl.float32, T.s)
+    dq = gl.full([64, T.dim], 0, gl.float32, T.acc_layout)
+    zero = gl.full([64, T.keys], 0, gl.float32, T.scores_layout)
     slot = 0
     parity = 0
     before = 0
     mbarrier.wait(q_ready, 0)
-    ds_16 = gl.full([64, T.keys], 0, k_ring.dtype, T.operand)
+    ds_16 = gl.full([64, T.keys], 0, k_ring.dtype, T.operand_layout)
     for block in range(begin, end):
         k = k_ring.index(slot)
         v = v_ring.index(slot)
@@ -175,9 +176,9 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine:
             dq = warpgroup_mma_wait(0, (dq,))
             if block > begin:
                 mbarrier.arrive(k_free.index(before), count=1)
-            ds_16 = gl.convert_layout(ds, T.operand)
+            ds_16 = gl.convert_layout(ds, T.operand_layout)
         else:
-            dq = warpgroup_mma(gl.convert_layout(ds, T.operand), k, dq, is_async=True)
+            dq = warpgroup_mma(gl.convert_layout(ds, T.operand_layout), k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, (dq,))
             mbarrier.arrive(k_free.index(slot), count=1)
         before = slot
@@ -190,7 +191,7 @@ def _consume(dq_desc, stats_ptr, work, memory, bars, size, scoring, scale, mine:
 
 
 @gluon.jit(
-    do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "lanes", "together", "left", "right", "sequences"],
+    do_not_specialize=["heads", "kv_heads", "n_q", "n_k", "batch_heads", "together", "left", "right", "sequences"],
     do_not_specialize_on_alignment=["starts_ptr"],
 )
 def queries_gradient(
@@ -205,7 +206,7 @@ def queries_gradient(
     kv_heads,
     n_q,
     n_k,
-    lanes,
+    batch_heads,
     together,
     scale,
     factor,
@@ -215,12 +216,12 @@ def queries_gradient(
     sequences,
     T: gl.constexpr,
 ):
-    """dq. lanes are batch x heads. With packed sequences n_q and n_k are those of all together."""
+    """dq. batch_heads are batch x heads. With packed sequences n_q and n_k are those of all together."""
     DTYPE: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
-    o_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared)
-    k_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.keys, T.dim], T.shared)
-    v_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.keys, T.dim], T.shared)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared_layout)
+    o_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, T.dim], T.shared_layout)
+    k_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.keys, T.dim], T.shared_layout)
+    v_ring = gl.allocate_shared_memory(DTYPE, [T.stages, T.keys, T.dim], T.shared_layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
@@ -235,18 +236,19 @@ def queries_gradient(
     fence_async_shared()  # makes the initialized barriers visible to TMA
 
     if T.packed:
-        head, slot = rasterize(gl.program_id(0), together, lanes, n_q // T.rows + sequences)
+        head, slot = rasterize(gl.program_id(0), together, batch_heads, n_q // T.rows + sequences)
         size = (n_q, n_k, heads, heads // kv_heads)
         block, entry, size = find_work(slot, starts_ptr, size, sequences, 0, T)
         if T.has_right:
-            block = gl.maximum(gl.cdiv(size[0], gl.constexpr(T.rows)) - 1 - block, 0)
+            its_queries, _its_keys, _heads, _group = size
+            block = gl.maximum(gl.cdiv(its_queries, gl.constexpr(T.rows)) - 1 - block, 0)
         work = (block * T.rows, head, entry)
     else:
         blocks = gl.cdiv(n_q, gl.constexpr(T.rows))
-        lane, block = rasterize(gl.program_id(0), together, lanes, blocks)
+        batch_head, block = rasterize(gl.program_id(0), together, batch_heads, blocks)
         if T.has_right:  # the last queries see the most keys
             block = blocks - 1 - block
-        work = (block * T.rows, lane % heads, lane // heads)
+        work = (block * T.rows, batch_head % heads, batch_head // heads)
         size = (n_q, n_k, heads, heads // kv_heads)
     scoring = (factor, cap, left, right)
     bars = (k_ready, k_free, v_ready, v_free, q_ready)
@@ -282,15 +284,21 @@ def prepare_dq(t: QueriesTiling, x: Inputs, dout: Tensor, dq: Tensor) -> Callabl
     """The launch for tensors like these, to be called with `q, k, v, dout, dq, stats, starts`."""
     batch, heads, n_q, _ = x.q.shape
     kv_heads, n_k = x.k.shape[1:3]
-    lanes, group = batch * heads, heads // kv_heads
-    rows = (64, t.keys, t.keys, 64, 64)
-    tensors = zip((x.q, x.k, x.v, dout, dq), rows, strict=True)
+    batch_heads, group = batch * heads, heads // kv_heads
+    descriptors = by_place(
+        queries_gradient,
+        q_desc=describe_rows(x.q, 64, t.packed),
+        k_desc=describe_rows(x.k, t.keys, t.packed),
+        v_desc=describe_rows(x.v, t.keys, t.packed),
+        o_desc=describe_rows(dout, 64, t.packed),
+        dq_desc=describe_rows(dq, 64, t.packed),
+    )
     blocks = block_slots(n_q, t.rows, x.sequences) if t.packed else library.cdiv(n_q, t.rows)
     programs = runtime.target(x.q.device).multiprocessors
-    together = min(lanes, group * heads_together(lanes, x.longest_k * t.dim * 4, group * blocks, programs))
+    together = min(batch_heads, group * heads_together(batch_heads, x.longest_k * t.dim * 4, group * blocks, programs))
     return bind(
         _launcher(t, x.q.dtype),
-        lanes * blocks,
-        numbers=(heads, kv_heads, n_q, n_k, lanes, together, *scoring_numbers(x.scoring), x.sequences),
-        descriptors={i: describe_rows(tensor, n, t.packed) for i, (tensor, n) in enumerate(tensors)},
+        batch_heads * blocks,
+        numbers=(heads, kv_heads, n_q, n_k, batch_heads, together, *scoring_numbers(x.scoring), x.sequences),
+        descriptors=descriptors,
     )

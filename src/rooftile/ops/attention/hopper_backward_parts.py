@@ -31,14 +31,14 @@ def padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def heads_together(lanes: int, lane_bytes: int, blocks: int, programs: int) -> int:
+def heads_together(batch_heads: int, head_bytes: int, blocks: int, programs: int) -> int:
     """Heads whose blocks are worked on at the same time: as many as the L2 holds, or as the programs take at once.
 
     With fewer, the longest blocks of the last heads would begin last, and most SMs would wait for them: on an H200 the
     gradients of 4 x 32 causal heads of 4096 x 64, with 8 KV heads, took 1530 us with two KV heads at a time, and 1346
     with four, in two runs.
     """
-    return max(1, min(lanes, max(_L2 // lane_bytes, programs // blocks)))
+    return max(1, min(batch_heads, max(_L2 // head_bytes, programs // blocks)))
 
 
 def describe_rows(t: Tensor, rows: int, packed: bool) -> Descriptor:
@@ -78,17 +78,17 @@ class BackwardTiling:
     packed: bool
 
     @property
-    def acc(self) -> gl.NVMMADistributedLayout:
-        """64 rows of dq, dk or dv in a consumer's registers."""
+    def acc_layout(self) -> gl.NVMMADistributedLayout:
+        """Of 64 rows of dq, dk or dv in a consumer's registers."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
 
     @property
-    def operand(self) -> gl.DotOperandLayout:
-        """p or ds as wgmma's first operand, in registers."""
-        return gl.DotOperandLayout(0, self.acc, 2)
+    def operand_layout(self) -> gl.DotOperandLayout:
+        """Of p or ds as wgmma's first operand, in registers."""
+        return gl.DotOperandLayout(0, self.acc_layout, 2)
 
     @property
-    def shared(self) -> gl.NVMMASharedLayout:
+    def shared_layout(self) -> gl.NVMMASharedLayout:
         return gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -152,7 +152,7 @@ def _tanh(x):
 @gluon.jit
 def _span(first, N: gl.constexpr, AXIS: gl.constexpr, T: gl.constexpr):
     """Indices from `first` on, along an axis of a tile of scores."""
-    numbers = first + gl.arange(0, N, layout=gl.SliceLayout(1 - AXIS, T.s))
+    numbers = first + gl.arange(0, N, layout=gl.SliceLayout(1 - AXIS, T.scores_layout))
     return gl.expand_dims(numbers, 1 - AXIS)
 
 
@@ -177,12 +177,12 @@ def probabilities(s, lse, key, p_first, n_k, scoring, KEY_AXIS: gl.constexpr, T:
     else:
         p = gl.exp2(s * factor - lse)
     if T.masked:
-        hidden = key + KEYS > n_k
+        masked = key + KEYS > n_k
         if T.has_right:
-            hidden |= key + (KEYS - 1) > p_first + right
+            masked |= key + (KEYS - 1) > p_first + right
         if T.has_left:
-            hidden |= key < p_first + (ROWS - 1) - left
-        if hidden:
+            masked |= key < p_first + (ROWS - 1) - left
+        if masked:
             # The scalar `right` goes into the first index. Added to the vector, which is the same in all steps, it
             # would make the compiler keep the sum in registers.
             keys = _span(key, KEYS, KEY_AXIS, T)

@@ -74,6 +74,7 @@ from rooftile.ops.attention.work_order import (
     work_order,
 )
 from rooftile.primitives.gluon import (
+    by_place,
     describe,
     describe_packed,
     describe_pages,
@@ -120,11 +121,11 @@ def _capped(s, cap_factor, T: gl.constexpr):
 @gluon.jit
 def _mask(s, row, block, size, limits, T: gl.constexpr):
     """Mask the scores of the queries from `row` on with a block of keys."""
-    n_q, n_k = size[2], size[3]
+    _tiles, _heads, n_q, n_k = size
     left, right = limits
-    keys = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores))
-    position = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores))
-    end = gl.full([T.rows], n_k, gl.int32, gl.SliceLayout(1, T.scores))
+    keys = block * T.keys + gl.arange(0, T.keys, layout=gl.SliceLayout(0, T.scores_layout))
+    position = (row + n_k - n_q) + gl.arange(0, T.rows, layout=gl.SliceLayout(1, T.scores_layout))
+    end = gl.full([T.rows], n_k, gl.int32, gl.SliceLayout(1, T.scores_layout))
     if T.has_right:
         end = gl.minimum(position + right + 1, n_k)
     begin = position - left if T.has_left else None
@@ -134,7 +135,7 @@ def _mask(s, row, block, size, limits, T: gl.constexpr):
 @gluon.jit
 def _as_operand(p, dtype, T: gl.constexpr):
     """p as the first operand of p v, in registers."""
-    return gl.convert_layout(p.to(dtype), T.operand)
+    return gl.convert_layout(p.to(dtype), T.p_layout)
 
 
 @gluon.jit
@@ -168,8 +169,8 @@ def _load_pages(desc, table, page, seq, head, block, ready, slot, T: gl.constexp
 
     The next page is looked up before the loads from this one, so that the table's latency is hidden.
     """
-    pieces = table[3]
-    n_k = seq[3]
+    _pages_ptr, _stride, _n_pages, pieces = table
+    _end_q, _n_q, _index, n_k = seq
     PAGES: gl.constexpr = T.keys // T.piece_rows
     PARTS: gl.constexpr = T.dim // T.piece_cols
     mbarrier.expect(ready.index(slot), PAGES * PARTS * desc.block_type.nbytes)
@@ -189,8 +190,11 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     """The producer: load the queries of each tile, and keep the ring full."""
     q_ring, ring, _out_ring, _pingpong = memory
     q_tiles, q_ready, q_free = q_ring
-    if not T.single:
-        heads_per_kv = size[1] // k_desc.shape[2 if T.packed else 1]
+    _tiles, heads, _n_q, _n_k = size
+    if T.single:
+        _all_heads, _all_heads_reciprocal, _heads_reciprocal, group_reciprocal, _unused = order
+    else:
+        heads_per_kv = heads // k_desc.shape[2 if T.packed else 1]
     slot = 0
     parity = 0
     buffer = 0
@@ -201,7 +205,7 @@ def _produce(q_desc, k_desc, v_desc, table, memory, size, limits, order, T: gl.c
     count = count_tiles(size, T)
     for i in range(count):
         seq, head, row, begin, end = tile_at(i, size, limits, order, T)
-        kv_head = divide_by_reciprocal(head, order[3]) if T.single else head // heads_per_kv
+        kv_head = divide_by_reciprocal(head, group_reciprocal) if T.single else head // heads_per_kv
         slot, parity = _fill(k_desc, table, seq, kv_head, end - 1, ring, slot, parity, T)
         if T.overlap_tiles:  # noqa: SIM102  # the one is known when it is compiled
             if i > 0:
@@ -234,9 +238,10 @@ def _skip(ring, slot, parity, count, T: gl.constexpr):
     """Release `count` slots unread, each once it is filled. Otherwise this consumer could lap the ring, and free a slot
     that the other one still reads.
     """
+    _tiles, ready, free = ring
     for _ in range(count):
-        mbarrier.wait(ring[1].index(slot), parity)
-        mbarrier.arrive(ring[2].index(slot), count=1)
+        mbarrier.wait(ready.index(slot), parity)
+        mbarrier.arrive(free.index(slot), count=1)
         slot, parity = next_slot(slot, parity, T.stages)
     return slot, parity
 
@@ -244,8 +249,9 @@ def _skip(ring, slot, parity, count, T: gl.constexpr):
 @gluon.jit
 def _start_scores(q, ring, slot, T: gl.constexpr):
     """Issue s = q k^T, without the columns past `T.multiplied`, which are all zeros."""
-    keys = ring[0].index(slot).permute((1, 0))
-    s = gl.full([T.rows, T.keys], 0, gl.float32, T.scores)
+    tiles, _ready, _free = ring
+    keys = tiles.index(slot).permute((1, 0))
+    s = gl.full([T.rows, T.keys], 0, gl.float32, T.scores_layout)
     BODY: gl.constexpr = T.multiplied[0]
     TAIL: gl.constexpr = T.multiplied[1]
     if TAIL == 0:
@@ -280,15 +286,16 @@ def _step(state, q, ring, pingpong, at, row, block, masked, size, scoring, mine:
     o, p, row_max, row_sum = state
     slot, parity, turn = at
     scale, cap_factor, limits = scoring
+    tiles, ready, free = ring
     turn = _pingpong_wait(pingpong, turn, mine, T)
     before = slot
     s = _start_scores(q, ring, slot, T)
     slot, parity = next_slot(slot, parity, T.stages)
-    mbarrier.wait(ring[1].index(slot), parity)
-    o = warpgroup_mma(p, ring[0].index(slot), o, is_async=True)
+    mbarrier.wait(ready.index(slot), parity)
+    o = warpgroup_mma(p, tiles.index(slot), o, is_async=True)
     _pingpong_arrive(pingpong, mine, T)
     s = warpgroup_mma_wait(1, (s,))
-    mbarrier.arrive(ring[2].index(before), count=1)
+    mbarrier.arrive(free.index(before), count=1)
     s = _capped(s, cap_factor, T)
     if T.limited:  # noqa: SIM102  # the one is known when it is compiled
         if masked:
@@ -296,10 +303,10 @@ def _step(state, q, ring, pingpong, at, row, block, masked, size, scoring, mine:
     new_p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale)
     before = slot
     slot, parity = next_slot(slot, parity, T.stages)
-    mbarrier.wait(ring[1].index(slot), parity)
+    mbarrier.wait(ready.index(slot), parity)
     o = warpgroup_mma_wait(0, (o,))
-    mbarrier.arrive(ring[2].index(before), count=1)
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc))[:, None]
+    mbarrier.arrive(free.index(before), count=1)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc_layout))[:, None]
     p = _as_operand(new_p, p.dtype, T)
     return (o, p, row_max, row_sum), (slot, parity, turn)
 
@@ -311,8 +318,9 @@ def _steps(state, q, ring, pingpong, at, row, begin, end, size, scoring, mine: g
     It is one loop with a branch. With two loops, for masked and for whole blocks, ptxas computed the descriptors of q
     before the first, and the second used them even where the first did not run.
     """
-    n_q, n_k = size[2], size[3]
-    left, right = scoring[2]
+    _tiles, _heads, n_q, n_k = size
+    _scale, _cap_factor, limits = scoring
+    left, right = limits
     position = row + n_k - n_q  # of this consumer's first query
     mask_from = end - 1
     if T.has_right:
@@ -330,7 +338,7 @@ def _steps(state, q, ring, pingpong, at, row, begin, end, size, scoring, mine: g
 @gluon.jit
 def _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T: gl.constexpr):
     """The epilogue: normalize o, store it by TMA through the buffer `out`, and store the rows' log-sum-exp."""
-    heads, n_q = size[1], size[2]
+    _tiles, heads, n_q, _n_k = size
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
     row_max = row_max * scale
     if sinks_ptr is not None:
@@ -338,7 +346,7 @@ def _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, ro
         new_max = gl.maximum(row_max, sink)
         alpha = gl.exp2(row_max - new_max)
         row_sum = row_sum * alpha + gl.exp2(sink - new_max)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc))[:, None]
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, T.acc_layout))[:, None]
         row_max = new_max
     rows = row + gl.arange(0, T.rows, layout=row_max.type.layout)
     if T.packed:
@@ -348,7 +356,7 @@ def _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, ro
     else:
         at = lse_ptr + (seq * heads + head).to(gl.int64) * n_q
     gl.store(at + rows, (row_max + gl.log2(row_sum)) * LN2, mask=rows < n_q)
-    o = o * gl.convert_layout(gl.where(row_sum > 0, 1.0 / row_sum, 0.0), gl.SliceLayout(1, T.acc))[:, None]
+    o = o * gl.convert_layout(gl.where(row_sum > 0, 1.0 / row_sum, 0.0), gl.SliceLayout(1, T.acc_layout))[:, None]
     tma.store_wait(0)  # the previous tile's store has read the buffer
     out.store(o.to(out_desc.dtype))
     fence_async_shared()  # makes it visible to TMA
@@ -363,10 +371,11 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     if T.scale != 0:
         scale = gl.constexpr(T.scale)
         scoring = (scale, cap_factor, limits)
+    tiles, ready, free = ring
     q_tiles, q_ready, q_free = q_ring
     out = out_ring.index(mine)
-    initial_max = gl.full([T.rows], INITIAL_MAX, gl.float32, gl.SliceLayout(1, T.scores))
-    zeros = gl.full([T.rows, T.dim], 0, gl.float32, T.acc)
+    initial_max = gl.full([T.rows], INITIAL_MAX, gl.float32, gl.SliceLayout(1, T.scores_layout))
+    zeros = gl.full([T.rows, T.dim], 0, gl.float32, T.acc_layout)
     slot = 0
     parity = 0
     buffer = 0
@@ -377,20 +386,22 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
     row = first_row(row, mine, size, T)
     if T.paired and mine:
         longest = end
-        end = end_of(row, longest, size[2], size[3], limits[1], T.rows, T.keys)
+        _tiles, _heads, n_q, n_k = size
+        _left, right = limits
+        end = end_of(row, longest, n_q, n_k, right, T.rows, T.keys)
         before_scores, before_values = skips_of(longest, end)
         slot, parity = _skip(ring, slot, parity, before_scores, T)
     mbarrier.wait(q_ready.index(0), 0)
-    mbarrier.wait(ring[1].index(slot), parity)
+    mbarrier.wait(ready.index(slot), parity)
     s = warpgroup_mma_wait(0, (_start_scores(q_tiles.index(mine), ring, slot, T),))
-    mbarrier.arrive(ring[2].index(slot), count=1)
+    mbarrier.arrive(free.index(slot), count=1)
     s = _mask(_capped(s, cap_factor, T), row, end - 1, size_of(seq, size, T), limits, T)
     p, _alpha, row_max, row_sum = softmax_step(s, initial_max, None, scale)
     p = _as_operand(p, out_desc.dtype, T)
     slot, parity = next_slot(slot, parity, T.stages)
     if T.paired and mine:
         slot, parity = _skip(ring, slot, parity, before_values, T)
-    mbarrier.wait(ring[1].index(slot), parity)
+    mbarrier.wait(ready.index(slot), parity)
     for i in range(count):
         last = i + 1 == count
         if T.single:
@@ -425,38 +436,38 @@ def _consume(out_desc, lse_ptr, sinks_ptr, memory, size, scoring, order, mine: g
             before = slot
             s = _start_scores(q, ring, slot, T)
             slot, parity = next_slot(slot, parity, T.stages)
-            mbarrier.wait(ring[1].index(slot), parity)
-            o = warpgroup_mma(p, ring[0].index(slot), o, is_async=True)
+            mbarrier.wait(ready.index(slot), parity)
+            o = warpgroup_mma(p, tiles.index(slot), o, is_async=True)
             _pingpong_arrive(pingpong, mine, T)
             s = warpgroup_mma_wait(1, (s,))
-            mbarrier.arrive(ring[2].index(before), count=1)
+            mbarrier.arrive(free.index(before), count=1)
             s = _mask(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
             new_p, _alpha, new_max, new_sum = softmax_step(s, initial_max, None, scale)
             before = slot
             slot, parity = next_slot(slot, parity, T.stages)
             if not last:
-                mbarrier.wait(ring[1].index(slot), parity)
+                mbarrier.wait(ready.index(slot), parity)
             o = warpgroup_mma_wait(0, (o,))
-            mbarrier.arrive(ring[2].index(before), count=1)
+            mbarrier.arrive(free.index(before), count=1)
             p = _as_operand(new_p, out_desc.dtype, T)
             _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
             row_max = new_max
             row_sum = new_sum
         else:
-            o = warpgroup_mma_wait(0, (warpgroup_mma(p, ring[0].index(slot), o, is_async=True),))
-            mbarrier.arrive(ring[2].index(slot), count=1)
+            o = warpgroup_mma_wait(0, (warpgroup_mma(p, tiles.index(slot), o, is_async=True),))
+            mbarrier.arrive(free.index(slot), count=1)
             slot, parity = next_slot(slot, parity, T.stages)
             _write(o, row_max, row_sum, out, out_desc, lse_ptr, sinks_ptr, seq, head, row, size, scale, T)
             if not last:
                 mbarrier.wait(q_ready.index(buffer), q_parity)
-                mbarrier.wait(ring[1].index(slot), parity)
+                mbarrier.wait(ready.index(slot), parity)
                 s = warpgroup_mma_wait(0, (_start_scores(q, ring, slot, T),))
-                mbarrier.arrive(ring[2].index(slot), count=1)
+                mbarrier.arrive(free.index(slot), count=1)
                 s = _mask(_capped(s, cap_factor, T), new_row, new_end - 1, new_size, limits, T)
                 p, _alpha, row_max, row_sum = softmax_step(s, initial_max, None, scale)
                 p = _as_operand(p, out_desc.dtype, T)
                 slot, parity = next_slot(slot, parity, T.stages)
-                mbarrier.wait(ring[1].index(slot), parity)
+                mbarrier.wait(ready.index(slot), parity)
         seq, head, row, begin, end = new_seq, new_head, new_row, new_begin, new_end
     tma.store_wait(0)
 
@@ -487,25 +498,26 @@ def attend(
     T: gl.constexpr,
 ):
     """out = softmax(scores of q and k) v, and the log-sum-exp of each row of scores."""
-    pieces = gl.allocate_shared_memory(k_desc.dtype, T.pieces, T.shared)
+    pieces = gl.allocate_shared_memory(k_desc.dtype, T.pieces, T.shared_layout)
     RING: gl.constexpr = T.ring
     tiles = pieces if T.piece_rows == T.keys else view_as(pieces, RING, pieces)
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, T.q_ring, T.shared)
-    out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, T.shared)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, T.q_ring, T.shared_layout)
+    out_ring = gl.allocate_shared_memory(out_desc.dtype, T.out_ring, T.shared_layout)
     ready = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [T.q_buffers, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [T.q_buffers, 1], mbarrier.MBarrierLayout())
-    pingpong = gl.allocate_shared_memory(gl.int64, [T.consumers, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(gl.constexpr(T.stages)):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=T.consumers)
     for i in gl.static_range(gl.constexpr(T.q_buffers)):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_free.index(i), count=T.consumers)
-    # Not where they are unused: Triton may reuse the memory of a barrier on which nothing waits, for arguments of the
-    # other warps, and its initialization could overwrite them (see hopper_backward_dkdv).
-    if T.pingpong or not T.packed:
+    # Only where it is used: Triton may reuse the memory of a barrier on which nothing waits, for arguments of the other
+    # warps, and its initialization could overwrite them (see hopper_backward_dkdv).
+    pingpong = ready  # a placeholder
+    if T.pingpong:
+        pingpong = gl.allocate_shared_memory(gl.int64, [T.consumers, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(gl.constexpr(T.consumers)):
             mbarrier.init(pingpong.index(i), count=1)
     fence_async_shared()  # makes the initialized barriers visible to TMA
@@ -664,12 +676,13 @@ def _descriptors(x: Inputs, out: Tensor, t: Tiling) -> dict[int, Descriptor]:
     describe_keys = describe_pages if t.page else describe_rows
     rank = 5 if t.packed else 4
     of_rows, of_keys = (gl.NVMMASharedLayout(swizzle_bytes(cols), 16, rank=rank) for _, cols in (rows, keys))
-    return {
-        0: describe_rows(x.q, rows, of_rows),
-        1: describe_keys(x.k, keys, of_keys),
-        2: describe_keys(x.v, keys, of_keys),
-        3: describe_rows(out, rows, of_rows),
-    }
+    return by_place(
+        attend,
+        q_desc=describe_rows(x.q, rows, of_rows),
+        k_desc=describe_keys(x.k, keys, of_keys),
+        v_desc=describe_keys(x.v, keys, of_keys),
+        out_desc=describe_rows(out, rows, of_rows),
+    )
 
 
 def _describe_batch(t: Tensor, block: tuple[int, int], layout: Any) -> Descriptor:

@@ -13,12 +13,13 @@ from triton.experimental import gluon  # isort: skip
 @gluon.jit
 def count_tiles(size, T: gl.constexpr):
     """How many tiles this CTA has."""
+    tiles, _heads, _n_q, _n_k = size
     if T.single:
         return 1
     elif T.packed or T.limited:
-        return count_of(gl.program_id(0), gl.num_programs(0), size[0])
+        return count_of(gl.program_id(0), gl.num_programs(0), tiles)
     else:
-        return gl.cdiv(size[0] - gl.program_id(0), gl.num_programs(0))
+        return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
@@ -41,7 +42,8 @@ def tile_at(i, size, limits, order, T: gl.constexpr):
 def first_row(row, mine: gl.constexpr, size, T: gl.constexpr):
     """A consumer's first query, of the tile whose first row is given."""
     if T.paired and mine:
-        return partner_of(row, size[2], T.rows)
+        _tiles, _heads, n_q, _n_k = size
+        return partner_of(row, n_q, T.rows)
     else:
         return row + mine * T.rows
 
@@ -54,9 +56,9 @@ def _tile_in_batch(i, size, limits, order, T: gl.constexpr):
     blocks = gl.cdiv(n_q, gl.constexpr(T.tile_rows))
     if T.single or T.limited:
         if T.single:
-            heads_of_all, by_heads_of_all, _by_heads, _by_group, _unused = order
-            block = divide_by_reciprocal(gl.program_id(0), by_heads_of_all)
-            head = gl.program_id(0) - block * heads_of_all
+            all_heads, all_heads_reciprocal, heads_reciprocal, _group_reciprocal, _unused = order
+            block = divide_by_reciprocal(gl.program_id(0), all_heads_reciprocal)
+            head = gl.program_id(0) - block * all_heads
         else:
             head, block = tile_of(i, gl.program_id(0), gl.num_programs(0), order, blocks)
         if T.has_right:  # the last queries see the most keys
@@ -79,7 +81,7 @@ def _tile_in_batch(i, size, limits, order, T: gl.constexpr):
         end = gl.minimum(gl.minimum(row + ROWS, n_q) + shift + right, n_k)
     end = gl.maximum(gl.cdiv(end, gl.constexpr(T.keys)), begin + 1)
     if T.single:
-        batch = divide_by_reciprocal(head, order[2])  # of one batch entry
+        batch = divide_by_reciprocal(head, heads_reciprocal)
         return batch, head - batch * heads, row, begin, end
     return head // heads, head % heads, row, begin, end
 
@@ -88,7 +90,9 @@ def _tile_in_batch(i, size, limits, order, T: gl.constexpr):
 def size_of(seq, size, T: gl.constexpr):
     """The size with the lengths of that sequence."""
     if T.packed:
-        return size[0], size[1], seq[1], seq[3]
+        tiles, heads, _all_q, _all_k = size
+        _end_q, n_q, _end_k, n_k = seq
+        return tiles, heads, n_q, n_k
     else:
         return size
 

@@ -105,24 +105,24 @@ class Tiling:
         return [self.consumers, self.rows, self.dim]
 
     @property
-    def shared(self) -> gl.NVMMASharedLayout:
-        """A tile in shared memory."""
+    def shared_layout(self) -> gl.NVMMASharedLayout:
+        """Of a tile in shared memory."""
         return gl.NVMMASharedLayout(swizzle_bytes(self.dim), 16, rank=2)
 
     @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        """A block of scores in a consumer's registers."""
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """Of a block of scores in a consumer's registers."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.keys, 16])
 
     @property
-    def acc(self) -> gl.NVMMADistributedLayout:
-        """A consumer's part of the output."""
+    def acc_layout(self) -> gl.NVMMADistributedLayout:
+        """Of a consumer's part of the output, in registers."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.dim, 16])
 
     @property
-    def operand(self) -> gl.DotOperandLayout:
-        """p of a block as the first operand of p v, in registers."""
-        return gl.DotOperandLayout(0, self.acc, 2)
+    def p_layout(self) -> gl.DotOperandLayout:
+        """Of a block's p as the first operand of p v, in registers."""
+        return gl.DotOperandLayout(0, self.acc_layout, 2)
 
     @property
     def shared_memory(self) -> int:

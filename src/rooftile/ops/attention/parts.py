@@ -87,14 +87,14 @@ def sequence_range(starts_ptr, index, total):
 
 
 @triton.jit
-def rasterize(program, together, lanes, blocks):
-    """A program's lane (a head of a batch entry) and block.
+def rasterize(program, together, batch_heads, blocks):
+    """A program's head, of those of all batch entries, and block.
 
-    The blocks of `together` lanes take turns, so that what they walk over stays in the L2. Blocks of a low index start
+    The blocks of `together` heads take turns, so that what they walk over stays in the L2. Blocks of a low index start
     first in all of them.
     """
     first = program // (together * blocks) * together
-    width = tl.minimum(together, lanes - first)
+    width = tl.minimum(together, batch_heads - first)
     rest = program - first * blocks
     block = rest // width
     return first + rest - block * width, block

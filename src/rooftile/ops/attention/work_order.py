@@ -73,17 +73,17 @@ def _rotation(i, programs):
 
 
 @triton.jit
-def _lane(i, program, programs):
-    """A program's place in round i."""
-    lane = program - _rotation(i, programs)
-    lane = tl.where(lane < 0, lane + programs, lane)
-    return tl.where(i % 2 == 1, programs - 1 - lane, lane)
+def _turn(i, program, programs):
+    """Which of a round's tiles is a program's: its turn in round i."""
+    turn = program - _rotation(i, programs)
+    turn = tl.where(turn < 0, turn + programs, turn)
+    return tl.where(i % 2 == 1, programs - 1 - turn, turn)
 
 
 @triton.jit
-def _program_in(i, lane, programs):
-    """The program with that place in round i."""
-    program = tl.where(i % 2 == 1, programs - 1 - lane, lane) + _rotation(i, programs)
+def _program_in(i, turn, programs):
+    """The program with that turn in round i."""
+    program = tl.where(i % 2 == 1, programs - 1 - turn, turn) + _rotation(i, programs)
     return tl.where(program >= programs, program - programs, program)
 
 
@@ -91,18 +91,18 @@ def _program_in(i, lane, programs):
 def count_of(program, programs, tiles):
     """How many of all tiles a program has."""
     rounds = tiles // programs
-    return rounds + tl.where(_lane(rounds, program, programs) < tiles - rounds * programs, 1, 0)
+    return rounds + tl.where(_turn(rounds, program, programs) < tiles - rounds * programs, 1, 0)
 
 
 @triton.jit
 def tile_of(i, program, programs, order, blocks):
     """A program's tile i: its head, over all batch entries, and its rank among the head's tiles, the longest first."""
     width, wide, narrow, wide_rounds, narrow_rounds = order
-    lane = _lane(i, program, programs)
+    turn = _turn(i, program, programs)
     rounds = wide * wide_rounds + narrow * narrow_rounds
     wide_left = wide * (width * blocks - wide_rounds * programs)
     late = i >= rounds
-    left = (i - rounds) * programs + lane
+    left = (i - rounds) * programs + turn
     is_wide = tl.where(late, left < wide_left, i < wide * wide_rounds)
 
     # A full round belongs to one group. After the full rounds, the groups take turns with their last tiles.
@@ -112,7 +112,7 @@ def tile_of(i, program, programs, order, blocks):
     quotient = divide(n, by)
     rest = n - quotient * by
     group = tl.where(late, rest, quotient)
-    rank = tl.where(late, its_rounds * programs + quotient, rest * programs + lane)
+    rank = tl.where(late, its_rounds * programs + quotient, rest * programs + turn)
 
     heads = tl.where(is_wide, width, width - 1)
     first = group * heads + tl.where(is_wide, 0, wide * width)
@@ -137,8 +137,8 @@ def slot_of(head, place, programs, order, blocks):
     full = n < its_rounds
     left = (rank - its_rounds * programs) * tl.where(is_wide, wide, narrow) + group + tl.where(is_wide, 0, wide_left)
     i = tl.where(full, group * its_rounds + n + tl.where(is_wide, 0, wide * wide_rounds), rounds + left // programs)
-    lane = tl.where(full, rank, left) % programs
-    return i * programs + _program_in(i, lane, programs)
+    turn = tl.where(full, rank, left) % programs
+    return i * programs + _program_in(i, turn, programs)
 
 
 # A program for each tile
@@ -147,14 +147,14 @@ MOST_TILES = 1 << 15  # of which a program finds its own by `divide_by_reciproca
 
 
 class Reciprocals(NamedTuple):
-    """What a kernel divides by where each program has one tile. The first copy of keys waits for the quotients, and a
-    product takes fewer instructions than a division.
+    """What a kernel divides by where each program has one tile, for `divide_by_reciprocal`. The first copy of keys
+    waits for the quotients, and a product takes fewer instructions than a division.
     """
 
-    heads: int  # of all batch entries
-    by_heads: int
-    by_heads_of_entry: int
-    by_heads_of_group: int  # which share keys
+    all_heads: int  # of all batch entries
+    all_heads_reciprocal: int
+    heads_reciprocal: int  # of the heads of one batch entry
+    group_reciprocal: int  # of the heads that share keys
     unused: int = 0  # the kernel has the arguments of a `WorkOrder`
 
 

@@ -445,6 +445,8 @@ def decode_attention(
             lead out of the cache. On the GPU both are clamped, and nothing outside the cache is read.
         TypeError: an unsupported dtype.
     """
+    if type(return_lse) is not bool:  # a call costs the host more
+        library.check_flags("decode_attention", return_lse=return_lse)
     v_scale = scale_of_values("decode_attention", v_cache, k_scale, v_scale)
     if cache_batch_idx is not None or (isinstance(page_table, Tensor) and page_table.dim() == 1):
         library.check_tensors("decode_attention", lengths=lengths)
