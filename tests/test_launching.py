@@ -9,21 +9,10 @@ from helpers import BF16
 
 import rooftile
 from rooftile import launching, native, reference, runtime
-from rooftile.primitives.rows import RowConfig, row_launcher
 
 import triton  # isort: skip
 
 HUGE = 2**31
-
-
-def test_a_constant_that_a_row_kernel_takes_and_nobody_gives_is_named():
-    with pytest.raises(TypeError, match="row_launcher: _kernel takes N_BLOCKS, expected only ROWS, BLOCK_N, HELD"):
-        row_launcher(_kernel, RowConfig("loop", 128, num_warps=4))
-
-
-@triton.jit
-def _kernel(x_ptr, ROWS: triton.language.constexpr, N_BLOCKS: triton.language.constexpr):
-    pass
 
 
 class Compiled:

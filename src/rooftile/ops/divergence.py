@@ -301,7 +301,8 @@ def _asked_for(grads: tuple[Tensor, Tensor], needs: tuple[bool, bool]) -> tuple[
 
 def _fake_kl(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Tensor:
     _check("kl_div", input, target, reduction)
-    library.check_flags("kl_div", log_target=log_target)
+    if not isinstance(log_target, bool):
+        raise TypeError(f"kl_div: log_target is {library.named(log_target)}, expected a bool")
     return _empty(input, reduction)
 
 

@@ -117,11 +117,6 @@ def describe(t: Tensor, block: tuple[int, ...], layout: Any) -> Descriptor:
     return Descriptor(tuple(t.shape), (*strides, 1), block, layout)
 
 
-def by_place(kernel: Any, **descriptors: Descriptor) -> dict[int, Descriptor]:
-    """The descriptors of a kernel's pointers of those names, as `launching.bind` takes them."""
-    return {kernel.arg_names.index(name): descriptor for name, descriptor in descriptors.items()}
-
-
 def _ragged(
     positions: int, heads: int, dim: int, strides: tuple[int, ...], block: tuple[int, int], layout: Any
 ) -> Descriptor:

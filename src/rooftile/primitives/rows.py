@@ -70,10 +70,7 @@ def row_launcher(
     options = resident(c.max_registers, cooperative=c.kernel == "split")
     if rounds_products:
         options = {**options, "enable_fp_fusion": False}
-    asked = [name for name in kernel.arg_names if name.isupper()]
-    if missing := [name for name in asked if name not in known]:
-        raise TypeError(f"row_launcher: {kernel.__name__} takes {', '.join(missing)}, expected only {', '.join(known)}")
-    taken = {name: known[name] for name in asked}
+    taken = {name: known[name] for name in kernel.arg_names if name.isupper()}
     return launching.KernelLauncher(kernel, taken, num_warps=c.num_warps, **options)
 
 

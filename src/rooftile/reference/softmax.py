@@ -18,9 +18,9 @@ def kept(x: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
 def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     """The formula in x's dtype: give it float64 for the truth. A row of which nothing is kept is zeros."""
     scores = x * scale
-    is_kept = kept(x, causal, mask)
-    if is_kept is not None:
-        scores = scores.masked_fill(~is_kept, -torch.inf)
+    keep = kept(x, causal, mask)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -torch.inf)
     # The lowest finite number stands for the maximum of a row that has none: exp(-inf) is 0, exp(-inf + inf) is not.
     top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
     exp = torch.exp(scores - top)
@@ -31,7 +31,7 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor
 def eager(x: Tensor, *, scale: float = 1.0, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     """As attention is written in models' own code: scores scaled, filled where they are not kept, then the softmax."""
     scores = x if scale == 1.0 else x * scale
-    is_kept = kept(x, causal, mask)
-    if is_kept is not None:
-        scores = scores.masked_fill(~is_kept, torch.finfo(x.dtype).min)
+    keep = kept(x, causal, mask)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, torch.finfo(x.dtype).min)
     return torch.softmax(scores, dim=-1)

@@ -40,10 +40,11 @@ from rooftile.ops.attention.hopper_backward_parts import (
     stat_blocks,
     write,
 )
+from rooftile.ops.attention.hopper_tiling import by_place
 from rooftile.ops.attention.parts import rasterize
 from rooftile.ops.attention.problem import Inputs, Scoring
 from rooftile.ops.attention.slots import block_slots
-from rooftile.primitives.gluon import by_place, load_tile, next_slot
+from rooftile.primitives.gluon import load_tile, next_slot
 
 import triton.experimental.gluon.language as gl  # isort: skip
 from triton.experimental import gluon  # isort: skip

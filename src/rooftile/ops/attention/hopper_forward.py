@@ -63,7 +63,7 @@ from rooftile import library, runtime  # before Triton: runtime fixes the mode o
 from rooftile.launching import Descriptor, KernelLauncher, bind
 from rooftile.ops.attention import dequantize_pages, packed
 from rooftile.ops.attention.hopper_scheduler import count_tiles, first_row, rows_at, size_of, tile_at
-from rooftile.ops.attention.hopper_tiling import Tiling, swizzle_bytes, tiling
+from rooftile.ops.attention.hopper_tiling import Tiling, by_place, swizzle_bytes, tiling
 from rooftile.ops.attention.problem import AttentionConfig, Inputs, Problem, has_pairs, tiles_of
 from rooftile.ops.attention.work_order import (
     MOST_TILES,
@@ -74,7 +74,6 @@ from rooftile.ops.attention.work_order import (
     work_order,
 )
 from rooftile.primitives.gluon import (
-    by_place,
     describe,
     describe_packed,
     describe_pages,

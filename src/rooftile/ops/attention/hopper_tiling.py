@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
+from rooftile.launching import Descriptor
 from rooftile.ops.attention.problem import AttentionConfig
 from rooftile.primitives.scores import split_dim
 
@@ -16,6 +18,11 @@ _BARRIERS = 1024  # bytes of shared memory, at most, for barriers, captured argu
 def swizzle_bytes(dim: int) -> int:
     """The widest swizzle of rows of so many elements of 16 bits."""
     return min(2 * dim, 128)
+
+
+def by_place(kernel: Any, **descriptors: Descriptor) -> dict[int, Descriptor]:
+    """The descriptors of a kernel's pointers of those names, as `launching.bind` takes them."""
+    return {kernel.arg_names.index(name): descriptor for name, descriptor in descriptors.items()}
 
 
 @dataclasses.dataclass(frozen=True)

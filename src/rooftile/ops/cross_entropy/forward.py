@@ -411,7 +411,8 @@ def check_options(op: str, options: Options) -> None:
             raise ValueError(f"{op}: {name} is {getattr(options, name)!r}, expected one of {', '.join(accepted)}")
     if options.gradient == "now" and options.reduction == "none":
         raise ValueError(f"{op}: gradient is 'now', expected 'later', as reduction is 'none'")
-    library.check_flags(op, return_stats=options.stats)
+    if not isinstance(options.stats, bool):
+        raise TypeError(f"{op}: return_stats is {library.named(options.stats)}, expected a bool")
 
 
 @functools.cache

@@ -74,7 +74,8 @@ def asked(
     """What a call with those arguments asks for; `learned` begins with hidden, weight and bias."""
     budget = 0 if chunk_bytes is None else _at_least(op, "chunk_bytes", chunk_bytes, 1)
     valid = -1 if valid_rows is None else _at_least(op, "valid_rows", valid_rows, 0)
-    library.check_flags(op, float32_weight_gradient=float32_weight_gradient)
+    if not isinstance(float32_weight_gradient, bool):
+        raise TypeError(f"{op}: float32_weight_gradient is {library.named(float32_weight_gradient)}, expected a bool")
     learning = torch.is_grad_enabled()
     needs = [learning and isinstance(t, Tensor) and t.requires_grad for t in learned]
     return How(needs, float32_weight_gradient, budget, valid, precision)

@@ -5,7 +5,7 @@
 - split: several programs share a row and exchange their sums. It serves the longest rows, and long rows that are fewer
   than the SMs.
 
-An element that is not kept has y = 0 and so dx = 0, whatever the mask was. Those of a causal row are not read.
+A dropped element has y = 0 and so dx = 0, whatever the mask was. The columns that a causal row drops are not read.
 """
 
 from __future__ import annotations

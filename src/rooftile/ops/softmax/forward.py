@@ -37,10 +37,10 @@ import triton.language as tl  # isort: skip
 def inside(cols, n_cols, EVEN: tl.constexpr):
     """Which columns belong to the row. EVEN: the blocks fill the row, so all of them do."""
     if EVEN:
-        valid = tl.full(cols.shape, True, tl.int1)
+        mask = tl.full(cols.shape, True, tl.int1)
     else:
-        valid = cols < n_cols
-    return valid
+        mask = cols < n_cols
+    return mask
 
 
 @triton.jit
@@ -50,9 +50,9 @@ def kept_columns(row, seq_len, n_cols):
 
 
 @triton.jit
-def read_columns(n_kept):
+def read_columns(kept):
     """The columns to read: rounded up to whole vectors, since a load that ends within one is not vectorized."""
-    return tl.cdiv(n_kept, 16) * 16
+    return tl.cdiv(kept, 16) * 16
 
 
 @triton.jit
@@ -125,7 +125,8 @@ def check(op: str, name: str, x: Tensor, mask: Tensor | None, scale: float, caus
     library.check_numbers(op, scale=scale)
     if not abs(scale) < 2.0**127:
         raise ValueError(f"{op}: scale is {scale}, expected a finite number below 2^127")
-    library.check_flags(op, causal=causal)
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal is {library.named(causal)}, expected a bool")
     if x.dim() < 1 + causal:
         expected = "at least two dimensions (..., T, S), as causal is set" if causal else "at least one dimension"
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {expected}")
@@ -148,28 +149,28 @@ def _scores(
     x_ptr,
     mask_ptr,
     cols,
-    valid,
-    n_kept,
+    mask,
+    kept,
     stride_mn,
     SIGN: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """z at those of the valid columns that are kept, -inf elsewhere. A causal row keeps the first `n_kept`."""
+    """z at the kept columns within `mask`, -inf elsewhere. A causal row keeps the first `kept` columns."""
     if CAUSAL:
-        kept = valid & (cols < n_kept)
-        valid &= cols < read_columns(n_kept)
+        keep = mask & (cols < kept)
+        mask &= cols < read_columns(kept)
     else:
-        kept = valid
-    z = tl.load(x_ptr + cols, mask=valid, other=0.0, eviction_policy=POLICY).to(tl.float32)
+        keep = mask
+    z = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if HAS_MASK:
-        kept &= tl.load(mask_ptr + cols.to(tl.int64) * stride_mn, mask=valid, other=0).to(tl.int1)
+        keep &= tl.load(mask_ptr + cols.to(tl.int64) * stride_mn, mask=mask, other=0).to(tl.int1)
     if SIGN < 0:
         z = -z
     if SIGN == 0:
         z = z * 0.0  # 0, or NaN where x is not finite
-    return tl.where(kept, z, float("-inf"))
+    return tl.where(keep, z, float("-inf"))
 
 
 @triton.jit
@@ -203,22 +204,22 @@ def _tile_kernel(
 ):
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
-    valid = (rows < n_rows) & inside(cols, n_cols, EVEN)
+    mask = (rows < n_rows) & inside(cols, n_cols, EVEN)
     index = narrowed(rows, n_rows)
-    n_kept = n_cols
+    kept = n_cols
     if CAUSAL:
-        n_kept = kept_columns(index, seq_len, n_cols)
+        kept = kept_columns(index, seq_len, n_cols)
     x_ptr += rows * stride_xm
     if HAS_MASK:
         mask_ptr += mask_row(index, n_b, n_c, stride_ma, stride_mb, stride_mc)
 
-    z = _scores(x_ptr, mask_ptr, cols, valid, n_kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
+    z = _scores(x_ptr, mask_ptr, cols, mask, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
 
     top = tl.maximum(tl.max(z, axis=1, keep_dims=True), LOWEST)
     y = tl.exp2((z - top) * FACTOR)
     y *= _inverse(tl.sum(y, axis=1, keep_dims=True))
 
-    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=valid)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "seq_len", "n_b", "n_c"])
@@ -254,11 +255,11 @@ def _loop_kernel(
     index = narrowed(row, n_rows)
     if HAS_MASK:
         mask_ptr += mask_row(index, n_b, n_c, stride_ma, stride_mb, stride_mc)
-    n_kept = n_cols
+    kept = n_cols
     stop = n_cols
     if CAUSAL:
-        n_kept = kept_columns(index, seq_len, n_cols)
-        stop = n_kept
+        kept = kept_columns(index, seq_len, n_cols)
+        stop = kept
     elif CHUNKS > 0:  # a short loop is unrolled, so that all its loads are in flight at once
         stop = CHUNKS * BLOCK_N
     # The PACK elements that a thread loads at once share a maximum and a sum.
@@ -267,16 +268,16 @@ def _loop_kernel(
     held = ()
     for i in tl.static_range(HELD):
         cols = i * BLOCK_N + block
-        valid = inside(cols, n_cols, EVEN)
-        z = _scores(x_ptr, mask_ptr, cols, valid, n_kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
+        mask = inside(cols, n_cols, EVEN)
+        z = _scores(x_ptr, mask_ptr, cols, mask, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
         # Exact: they are x's own elements, or their negatives, or -inf.
         held += (z.to(DTYPE),)  # type: ignore[assignment]
     tops = tl.full((LANES, 1), LOWEST, tl.float32)
     sums = tl.zeros((LANES, 1), tl.float32)
     for start in tl.range(HELD * BLOCK_N, stop, BLOCK_N, num_stages=1, loop_unroll_factor=CHUNKS):
         cols = start + block
-        valid = inside(cols, n_cols, EVEN)
-        z = _scores(x_ptr, mask_ptr, cols, valid, n_kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_last")
+        mask = inside(cols, n_cols, EVEN)
+        z = _scores(x_ptr, mask_ptr, cols, mask, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_last")
         tops, sums = extend(tops, sums, z, FACTOR)
     for i in tl.static_range(HELD):
         tops, sums = extend(tops, sums, held[i].to(tl.float32), FACTOR)
@@ -285,17 +286,17 @@ def _loop_kernel(
 
     for start in tl.range(HELD * BLOCK_N, stop, BLOCK_N, num_stages=1, loop_unroll_factor=CHUNKS):
         cols = start + block
-        valid = inside(cols, n_cols, EVEN)
-        z = _scores(x_ptr, mask_ptr, cols, valid, n_kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
+        mask = inside(cols, n_cols, EVEN)
+        z = _scores(x_ptr, mask_ptr, cols, mask, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
         y = tl.exp2((z - top) * FACTOR) * inverse
-        tl.store(y_ptr + cols, y.to(DTYPE), mask=valid, cache_modifier=".cs")
+        tl.store(y_ptr + cols, y.to(DTYPE), mask=mask, cache_modifier=".cs")
     for i in tl.static_range(HELD):
         cols = i * BLOCK_N + block
         y = tl.exp2((held[i].to(tl.float32) - top) * FACTOR) * inverse
         tl.store(y_ptr + cols, y.to(DTYPE), mask=inside(cols, n_cols, EVEN), cache_modifier=".cs")
     if CAUSAL:
         zeros = tl.zeros((LANES, PACK), tl.float32) * inverse  # NaN in a row of NaN
-        written = tl.maximum(tl.cdiv(n_kept, BLOCK_N), HELD) * BLOCK_N
+        written = tl.maximum(tl.cdiv(kept, BLOCK_N), HELD) * BLOCK_N
         for start in tl.range(written, n_cols, BLOCK_N, num_stages=1):
             cols = start + block
             tl.store(y_ptr + cols, zeros.to(DTYPE), mask=cols < n_cols, cache_modifier=".cs")
@@ -333,7 +334,7 @@ def _split_kernel(
     step = tl.num_programs(0) // SPLITS
     cols = split * BLOCK_N + tl.arange(0, BLOCK_N)
     splits = tl.arange(0, BLOCK_S)
-    valid = inside(cols, n_cols, EVEN)
+    mask = inside(cols, n_cols, EVEN)
 
     # A row is finished three steps after it was read: by then the other programs have published their part.
     z1 = tl.zeros((BLOCK_N,), DTYPE)
@@ -346,15 +347,15 @@ def _split_kernel(
         words = tl.load(words_ptr + done * SPLITS + splits, mask=word_mask, other=-1, volatile=True)
 
         index = narrowed(row, n_rows)
-        n_kept = n_cols
+        kept = n_cols
         if CAUSAL:
-            n_kept = kept_columns(index, seq_len, n_cols)
+            kept = kept_columns(index, seq_len, n_cols)
         row_x_ptr = x_ptr + row * stride_xm
         row_mask_ptr = mask_ptr
         if HAS_MASK:
             row_mask_ptr += mask_row(index, n_b, n_c, stride_ma, stride_mb, stride_mc)
-        now = valid & (row < n_rows)
-        z = _scores(row_x_ptr, row_mask_ptr, cols, now, n_kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
+        now = mask & (row < n_rows)
+        z = _scores(row_x_ptr, row_mask_ptr, cols, now, kept, stride_mn, SIGN, CAUSAL, HAS_MASK, "evict_first")
         top = tl.maximum(tl.max(z, axis=0), LOWEST)
         total = tl.sum(tl.exp2((z - top) * FACTOR), axis=0)
         publish_pair(words_ptr + row * SPLITS + split, top, total, row < n_rows)
@@ -363,7 +364,7 @@ def _split_kernel(
             words = gather(words, words_ptr + done * SPLITS + splits, word_mask)
             top, total = softmax_pairs(words, word_mask, FACTOR)
             y = tl.exp2((z3.to(tl.float32) - top) * FACTOR) * _inverse(total)
-            tl.store(y_ptr + done * n_cols + cols, y.to(DTYPE), mask=valid)
+            tl.store(y_ptr + done * n_cols + cols, y.to(DTYPE), mask=mask)
 
         # Adding zero: Triton does not pipeline a loop that carries a value unchanged over two iterations.
         z3 = z2 + 0
