@@ -26,7 +26,7 @@ from rooftile.engine.pace import Pace
 from rooftile.engine.prefix import PrefixCache, page_names
 from rooftile.engine.prompts import MixedBatch, Part, rounded, slots_of
 from rooftile.engine.sampling import Sampling
-from rooftile.engine.scheduling import ContinuousScheduler, Request
+from rooftile.engine.scheduling import Request, Scheduler
 
 pytest.importorskip("transformers")
 
@@ -422,7 +422,7 @@ class Planned:
         self._slots = slots
         self.cache = PrefixCache(pages, 16, 1, 8, max_sequences=slots, max_seq_len=64, device="cpu")
         runner = SimpleNamespace(cache=self.cache, max_batch=slots, share=self.cache.share, free=self.cache.free)
-        self.scheduler = ContinuousScheduler(runner, step_tokens, False)
+        self.scheduler = Scheduler(runner, step_tokens, False)
 
     def step(self):
         """What is computed of each request, and the layout of the step."""
@@ -734,7 +734,7 @@ BEGUN = [[*BEGINNING, 1, 2, 3], [*BEGINNING, 9], [*BEGINNING, 50, 60]]
 
 def looped(engine, prompts, new=2):
     """A loop without a thread, and its requests."""
-    loop = Loop(engine.runner, ContinuousScheduler(engine.runner, 200, True))
+    loop = Loop(engine.runner, Scheduler(engine.runner, 200, True))
     new = [new] * len(prompts) if isinstance(new, int) else new
     requests = [
         engine._request(i, p, n, (), False, True, Sampling()) for i, (p, n) in enumerate(zip(prompts, new, strict=True))
@@ -818,7 +818,7 @@ def test_the_work_of_the_host_grows_with_the_sequences_of_a_step_and_not_with_th
     def calls(n):
         cache = PrefixCache(4 * n, 16, 1, 8, max_sequences=n, dtype=torch.float32, device=device)
         runner = SimpleNamespace(cache=cache, max_batch=n, share=cache.share)
-        scheduler, counted = ContinuousScheduler(runner, 64 * n, True), collections.Counter()
+        scheduler, counted = Scheduler(runner, 64 * n, True), collections.Counter()
         for i in range(n):
             scheduler.add(Request(i, [i] * 17, 40, Sampling()))
 

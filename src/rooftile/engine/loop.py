@@ -118,19 +118,16 @@ class Loop:
             return False
         self.steps += 1
         prompts = [r for r in work if not r.decoding]
-        runner.compact(begun=sum(r.sequence is None for r in prompts))
+        live = [r.sequence for r in work if r.sequence is not None]
+        runner.compact(live, begun=len(work) - len(live))
         self.prompt_tokens += sum([work[r] for r in prompts])
         proposals = None
         if not prompts:
             proposals = self._proposals(list(work)) if speculates else None
             if proposals is None:
-                runner.decode([r.sequence for r in work if r.sequence is not None])
+                runner.decode(live)
             else:
                 runner.verify({r.sequence: tokens for r, tokens in proposals.items() if r.sequence is not None})
-        elif not scheduler.in_parts:
-            sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work], [r.tokens for r in work])
-            for request, sequence in zip(work, sequences, strict=True):
-                request.sequence = sequence
         else:
             self._extend(work)
         for request in prompts:
@@ -189,7 +186,8 @@ class Loop:
             self.runner.free(sequence)
 
     def clear(self) -> None:
-        """Take all requests out."""
+        """Take all requests out, and forget their pages: another loop may find other weights, or what failed midway."""
         self._launched.clear()
         for request in [*self.scheduler.waiting, *self.scheduler.running]:
             self.remove(request)
+        self.runner.cache.forget()

@@ -1,12 +1,8 @@
 """Which sequences run, and how many tokens each gets in a step.
 
-`Scheduler` is for prompts that are all there: first come, first served, as soon as there are a slot and enough pages. A
-sequence is admitted only if the cache has pages for its prompt and all of its new tokens, so it never has to wait or to
-be evicted later. It takes the pages as it grows. Prompts are computed whole, while no sequence decodes.
-
-`ContinuousScheduler` is for requests as they come. A step has one token of each sequence that decodes, and parts of
-prompts up to a number of tokens. A sequence is admitted as soon as there are pages for its prompt. Where pages run out
-later, the sequence that came last gives its pages back and is computed again.
+A step has one token of each sequence that decodes, and parts of prompts up to a number of tokens. A sequence is
+admitted as soon as there are pages for its prompt. Where pages run out later, the sequence that came last gives its
+pages back and is computed again.
 """
 
 from __future__ import annotations
@@ -93,29 +89,26 @@ class Scheduler:
     """The waiting and the running requests.
 
     Args:
-        slots, pages, page_size: of the cache.
-        prompt_tokens: the most in one forward pass; a single prompt may have more.
+        runner: of the engine.
+        step_tokens: the most of a step, more than there are slots.
+        prefix_cache: whether requests share the pages of equal beginnings.
 
     Attributes:
-        in_parts: whether a step may have parts of prompts, and newest tokens beside them.
+        preemptions: how often a running request gave its pages back.
+        prefix_hit_tokens, prefix_query_tokens: how many tokens of prompts were found in the cache, of how many.
     """
 
-    in_parts = False
-
-    def __init__(self, slots: int, pages: int, page_size: int, prompt_tokens: int) -> None:
+    def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._slots, self._page_size, self._prompt_tokens = slots, page_size, prompt_tokens
-        self._pages = pages
-        self._added = 0
+        self._runner, self._cache, self._prefix_cache = runner, runner.cache, prefix_cache
+        self._slots, self._page_size, self._step_tokens = runner.max_batch, runner.cache.page_size, step_tokens
+        self._added = self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
 
     @property
     def full(self) -> bool:
         """Whether a request that is added now finds no slot in the next step."""
         return len(self.running) + len(self.waiting) >= self._slots
-
-    def pages_of(self, request: Request) -> int:
-        return -(-request.longest // self._page_size)
 
     def add(self, request: Request) -> None:
         """Let a request wait, behind those of the same priority that came before it."""
@@ -129,77 +122,21 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def plan(self) -> dict[Request, int]:
-        """The requests of the next step, with the number of tokens that are computed of each."""
-        admitted = self.admit()
-        for request in admitted:
-            request.filled = request.prompt
-        return {r: len(r.filled) for r in admitted} or dict.fromkeys(self.unfinished(), 1)
+        """The requests of the next step, with the number of tokens that are computed of each.
 
-    def launched(self, request: Request) -> None:
-        """The tokens that were planned for the request are computed by a step that was launched."""
-
-    def admit(self) -> list[Request]:
-        """Move requests from the head of the queue to the running ones, as long as they fit, and return them."""
-        admitted: list[Request] = []
-        tokens = 0
-        free = self._pages - sum(self.pages_of(r) for r in self.running)
-        while self.waiting and len(self.running) < self._slots:
-            request = self.waiting[0]
-            tokens += len(request.prompt)
-            free -= self.pages_of(request)
-            if free < 0 or (admitted and tokens > self._prompt_tokens):
-                break
-            admitted.append(self.waiting.popleft())
-            self.running.append(request)
-        return admitted
-
-    def unfinished(self) -> list[Request]:
-        """Running requests that get another token."""
-        return [r for r in self.running if r.launched < r.limit]
-
-    def remove(self, request: Request) -> None:
-        """Take a request out, whether it waits or runs."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-
-
-class ContinuousScheduler(Scheduler):
-    """The waiting and the running requests of an `AsyncEngine`.
-
-    Args:
-        runner: of the engine.
-        step_tokens: the most of a step, more than there are slots.
-        prefix_cache: whether requests share the pages of equal beginnings.
-
-    Attributes:
-        preemptions: how often a running request gave its pages back.
-        prefix_hit_tokens, prefix_query_tokens: how many tokens of prompts were found in the cache, of how many.
-    """
-
-    in_parts = True
-
-    def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
-        cache = runner.cache
-        super().__init__(runner.max_batch, cache.k.shape[1], cache.page_size, step_tokens)
-        self._runner, self._cache, self._prefix_cache = runner, cache, prefix_cache
-        self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
-
-    def plan(self) -> dict[Request, int]:
-        """Sequences that run come first, in the order of their ranks; then those that wait.
+        Those that run come first, in the order of their ranks; then those that wait.
 
         A request whose next page is computed in this very step, for another one, is held back: it finds the page in the
         next step. Those behind it may start, but leave it a slot and pages. Otherwise none overtakes another.
         """
         work: dict[Request, int] = {}
         given_way = self.preemptions
-        running = sorted(self.unfinished(), key=_RANK)
+        running = sorted([r for r in self.running if r.launched < r.limit], key=_RANK)
         prompts = {r for r in running if not r.decoding}
         # Newest tokens take the rows of all slots up to the last one that gets a token.
         last = max([r.sequence.slot for r in running if r.sequence is not None], default=-1)
         decoding = len(prompts) < len(running)
-        budget = self._prompt_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
+        budget = self._step_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
         free, size = self._cache.free_pages, self._page_size  # free: without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
@@ -321,6 +258,7 @@ class ContinuousScheduler(Scheduler):
         return True
 
     def launched(self, request: Request) -> None:
+        """The tokens that were planned for a request are computed by a step that was launched."""
         if request.computed <= len(request.filled):
             self.remember(request)
 
@@ -332,5 +270,9 @@ class ContinuousScheduler(Scheduler):
             self._cache.name(request.sequence, request.names[: len(tokens) // self._page_size])
 
     def remove(self, request: Request) -> None:
+        """Take a request out, whether it waits or runs."""
         self.remember(request)
-        super().remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
