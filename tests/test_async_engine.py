@@ -948,6 +948,8 @@ STATES = {
 def test_an_abort_in_any_state_gives_back_all_and_others_get_their_tokens(victims, crowd):
     """One that was not even taken from the inbox is among them."""
     engine, asked, expected = crowd
+    if {"preempted", "computed again"} & {*victims.values()}:  # the second one starts at once where its pages are found
+        finish(looped(engine, [how["prompt"] for how in asked])[0])
     with rooftile.AsyncEngine(engine, step_tokens=32) as served:
         checked(served)
         loop, streams, left = served._worker.loop, [], dict(victims)
@@ -1302,7 +1304,7 @@ def test_a_prompt_in_parts_keeps_its_tokens_where_it_moves():
     prompt = list(range(1, 41))
     (alone,) = engine.generate(prompt, max_new_tokens=4, ignore_eos=True)
     loop, requests = looped(engine, [PROMPTS[0], PROMPTS[2], PROMPTS[3], prompt], [1, 1, 1, 4])
-    loop.scheduler._prompt_tokens = 12
+    loop.scheduler._step_tokens = 12
     slots = []
     for _ in range(20):
         if loop.busy:
