@@ -118,14 +118,14 @@ class Loop:
             return False
         self.steps += 1
         prompts = [r for r in work if not r.decoding]
-        live = [r.sequence for r in work if r.sequence is not None]
-        runner.compact(live, begun=len(work) - len(live))
+        ended = [r.sequence for r in scheduler.running if r.launched >= r.limit and r.sequence is not None]
+        runner.compact(ended, begun=sum(r.sequence is None for r in prompts))
         self.prompt_tokens += sum([work[r] for r in prompts])
         proposals = None
         if not prompts:
             proposals = self._proposals(list(work)) if speculates else None
             if proposals is None:
-                runner.decode(live)
+                runner.decode([r.sequence for r in work if r.sequence is not None])
             else:
                 runner.verify({r.sequence: tokens for r, tokens in proposals.items() if r.sequence is not None})
         else:

@@ -362,19 +362,20 @@ class Runner:
             self.options.free(sequence.slot)
             self.cache.free(sequence)
 
-    def compact(self, live: Sequence[PagedSequence], begun: int = 0) -> None:
+    def compact(self, ended: Sequence[PagedSequence] = (), begun: int = 0) -> None:
         """Move sequences from the last slots to free ones before them, if the next step then has fewer rows.
 
-        That step has those sequences, and begins `begun` more. The tokens of the last step must have been read if it
-        had proposals.
+        That step has none of the `ended` ones, and begins `begun` more. The tokens of the last step must have been read
+        if it had proposals.
         """
+        taken = self.cache.sequences
+        live = [s for s in taken if s not in ended] if ended else taken
         b = self.bucket(max(1, len(live) + begun))
-        above = [s for s in live if s.slot >= b]
-        if not above:
+        if not live or live[-1].slot < b:
             return
-        taken = {s.slot for s in self.cache.sequences}
-        free = [slot for slot in range(b) if slot not in taken]
-        if len(free) < len(above):  # of sequences that have ended, and are not read yet
+        free = sorted({*range(b)}.difference([s.slot for s in taken]))
+        above = [s for s in live if s.slot >= b]
+        if len(free) < len(above):  # ended ones are in the way
             return
         slots = dict(zip(above, free, strict=False))
         changed: dict[int, Sampling] = {}
