@@ -73,7 +73,7 @@ class Loop:
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
-        if speculates or verifies or any(request.sampling.mask is not None for request in running):
+        if speculates or verifies or True in [request.sampling.mask is not None for request in running]:
             self._read(0, events)  # proposals and masks depend on the token before
         launched = self._launch(speculates, since)
         self._read(launched, events)
@@ -96,7 +96,7 @@ class Loop:
                     continue  # its end was not known when the step was launched
                 assert request.watch is not None
                 try:
-                    if request in failed:
+                    if failed and request in failed:
                         raise failed[request]
                     if (mask := request.sampling.mask) is not None:
                         mask.advance(token)
@@ -167,7 +167,7 @@ class Loop:
             if sequence is None:
                 sequence = request.sequence = self.runner.share([])
             at = sequence.length
-            if at >= len(filled):
+            if request.decoding:
                 new[sequence] = None
                 continue
             new[sequence] = filled[at : at + n]

@@ -6,7 +6,6 @@ have a CUDA graph. It sees no key, and is never written into the cache.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -118,66 +117,63 @@ class MixedBatch:
         texts = [part for part in parts if part.tokens is not None]
         self.rows = slots_of(max([part.slot for part in parts if part.last], default=0) + 1, slots)
         n = self.newest = self.rows if len(texts) < len(parts) else 0
-        ids, positions, pages, counts, lengths = ([0] * n for _ in range(5))
+        ids, positions, starts, pages, counts, lengths = ([0] * n for _ in range(6))
         for slot, start, tokens, of_part, _ in parts:
             if tokens is None:
-                positions[slot], pages[slot] = start, of_part[start // page_size]
+                positions[slot], starts[slot], pages[slot] = start, start % page_size, of_part[start // page_size]
                 counts[slot], lengths[slot] = 1, start + 1
-        rows = list(range(n)) or [0] * self.rows
-        ends = [0]
-        for part in texts:
-            assert part.tokens is not None, "it has tokens"
-            ids += part.tokens
-            end = part.start + len(part.tokens)
-            positions += range(part.start, end)
-            for i in range(part.start // page_size, -(-end // page_size)):
-                pages += [part.pages[i]] * (min(end, (i + 1) * page_size) - max(part.start, i * page_size))
+        rows, ends = list(range(n)) or [0] * self.rows, [0]
+        for slot, start, tokens, of_part, last in texts:
+            assert tokens is not None, "it has tokens"
+            ids += tokens
+            end = start + len(tokens)
+            positions += range(start, end)
+            for i in range(start // page_size, -(-end // page_size)):
+                first, stop = max(start - i * page_size, 0), min(end - i * page_size, page_size)
+                starts += range(first, stop)
+                pages += [of_part[i]] * (stop - first)
             ends.append(len(ids) - n)
-            if part.last:
-                rows[part.slot] = len(ids) - 1
+            if last:
+                rows[slot] = len(ids) - 1
         total = rounded(len(ids))
-        padding = total - len(ids)
+        padding = [0] * (total - len(ids))
         counts += [1] * (len(ids) - n)
-        for field in (ids, positions, pages, counts):
-            field += [0] * padding
+        for field in (ids, positions, starts, pages, counts):
+            field += padding
         self.longest = max(1, total - n)
         # The padding is one more sequence, without keys.
         empty = _sequences(len(texts) + 1) - len(texts) if texts or padding else 0
-        tables = [[*part.pages, *itertools.repeat(-1, blocks - len(part.pages))] for part in texts]
-        tables += [[-1] * blocks for _ in range(empty)]
-        at = int32(positions)
-        fields = Inputs(
-            int32(ids), None if every else int32(rows), at % page_size, int32(pages)[:, None], int32(counts), at,
-            int32([*ends, *[ends[-1]] * (empty - 1), total - n]) if empty else None,
-            int32(lengths) if n else None,
-            int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
-            _table(tables) if empty else None,
-        )  # fmt: skip
+        ends += [*[ends[-1]] * (empty - 1), total - n]
+        part_lengths = [*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]
+        tables: list[int] = []
+        for part in texts:
+            tables += part.pages
+            tables += [-1] * (blocks - len(part.pages))
+        tables += [-1] * (blocks * empty)
         if not every and total <= GRAPH_TOKENS:
             self.shape = n, total, self.rows, len(texts) + empty
-        self._lay(fields, pinned)
-
-    def _lay(self, fields: Inputs, pinned: bool) -> None:
-        """Put the fields side by side into memory of the host."""
-        self._shapes = [None if x is None else x.shape for x in fields]
-        # 16 bytes apart: Triton compiles another kernel for another alignment.
-        self._at = list(
-            itertools.accumulate((0 if x is None else x.numel() + -x.numel() % 4 for x in fields), initial=0)
-        )
+        self._blocks = blocks
+        # In the order of `Inputs`, side by side.
+        fields = (
+            ids, None if every else rows, starts, pages, counts, positions, ends if empty else None,
+            lengths if n else None, part_lengths if empty else None, tables if empty else None,
+        )  # fmt: skip
+        numbers: list[int] = []
+        self._at: list[slice | None] = []
+        for x in fields:
+            self._at.append(None if x is None else slice(len(numbers), len(numbers) + len(x)))
+            numbers += x or ()
+            numbers += [0] * (-len(numbers) % 4)  # 16 bytes: Triton compiles another kernel for another alignment
         # New memory each time: the previous step's copy may still run. PyTorch reuses pinned memory only after the
         # copies from it have ended.
-        self.numbers = torch.empty(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-        gap = torch.zeros(3, dtype=torch.int32, device="cpu")
-        parts = [y for x in fields if x is not None for y in (x.view(-1), gap[: -x.numel() % 4])]
-        torch.cat(parts, out=self.numbers)
+        self.numbers = torch.empty(len(numbers), dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.numbers.copy_(int32(numbers))
 
     def of(self, numbers: Tensor) -> Inputs:
         """The fields as views of a copy of `numbers`."""
-        views = [
-            None if shape is None else numbers[at : at + shape.numel()].view(shape)
-            for at, shape in zip(self._at, self._shapes, strict=False)
-        ]
-        return Inputs(*views)  # type: ignore[arg-type]
+        inputs = Inputs(*(None if at is None else numbers[at] for at in self._at))  # type: ignore[arg-type]
+        tables = None if inputs.part_pages is None else inputs.part_pages.view(-1, self._blocks)
+        return inputs._replace(pages=inputs.pages[:, None], part_pages=tables)
 
     def filled(self, numbers: Tensor, newest: Tensor) -> Inputs:
         """The same, with the newest tokens of slots in their rows. Nothing waits."""
@@ -191,7 +187,3 @@ def _sequences(n: int) -> int:
     """Parts of prompts in a mixed step, for n that are needed: 4, 16, 64 ..."""
     bits = (n - 1).bit_length()
     return max(4, 1 << bits + bits % 2)
-
-
-def _table(rows: Sequence[Sequence[int]]) -> Tensor:
-    return int32(itertools.chain.from_iterable(rows)).view(len(rows), -1)

@@ -7,6 +7,7 @@ pages back and is computed again.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import operator
 from collections import deque
@@ -36,6 +37,7 @@ class Request:
         filled: the tokens to compute before the next one is drawn: the prompt, and what was drawn before the sequence
             gave its pages back.
         names: of the full pages of its tokens, as far as they were needed.
+        decoding: whether each of its steps is a single token: all of `filled` is computed.
         launched: new tokens whose steps were launched; the host has seen `len(tokens)` of them.
         finish_reason: "stop", "length", "abort" or "error", once it has ended.
         watch: follows its tokens.
@@ -54,6 +56,7 @@ class Request:
     sequence: PagedSequence | None = None
     filled: Sequence[int] = ()
     names: list[bytes] = dataclasses.field(default_factory=list)
+    decoding: bool = False
     launched: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -79,11 +82,6 @@ class Request:
         """Tokens in the cache."""
         return 0 if self.sequence is None else self.sequence.length
 
-    @property
-    def decoding(self) -> bool:
-        """Whether each of its steps is a single token."""
-        return self.sequence is not None and self.sequence.length >= len(self.filled)
-
 
 class Scheduler:
     """The waiting and the running requests.
@@ -100,7 +98,7 @@ class Scheduler:
 
     def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # in the order of their ranks
         self._runner, self._cache, self._prefix_cache = runner, runner.cache, prefix_cache
         self._slots, self._page_size, self._step_tokens = runner.max_batch, runner.cache.page_size, step_tokens
         self._added = self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
@@ -131,8 +129,8 @@ class Scheduler:
         """
         work: dict[Request, int] = {}
         given_way = self.preemptions
-        running = sorted([r for r in self.running if r.launched < r.limit], key=_RANK)
-        prompts = {r for r in running if not r.decoding}
+        running = [r for r in self.running if r.launched < r.limit]
+        prompts = [r for r in running if not r.decoding]
         # Newest tokens take the rows of all slots up to the last one that gets a token.
         last = max([r.sequence.slot for r in running if r.sequence is not None], default=-1)
         decoding = len(prompts) < len(running)
@@ -141,10 +139,12 @@ class Scheduler:
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue
-            n = min(len(request.filled) - request.computed, budget) if request in prompts else 1
-            if not n:
-                continue
-            sequence = request.sequence
+            sequence, n = request.sequence, 1
+            if not request.decoding:
+                n = min(len(request.filled) - request.computed, budget)
+                if not n:
+                    continue
+                budget -= n
             if sequence is None or sequence.length + n > len(sequence.pages) * size:
                 missing = self._missing(request, n)
                 if missing > free:
@@ -153,7 +153,6 @@ class Scheduler:
                     free = self._left(work)
                 free -= missing
             work[request] = n
-            budget -= n if request in prompts else 0
         if self.preemptions == given_way:
             self._start(budget, last if decoding else None, {r: work[r] for r in prompts if r in work}, work)
         return work
@@ -227,14 +226,13 @@ class Scheduler:
         Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
         """
         while missing > self._left(work):
-            last = max(self.running, key=_RANK)
+            last = self.running.pop()
             self.preemptions += 1
             work.pop(last, None)
             self.remember(last)
             if last.sequence is not None:
                 self._runner.free(last.sequence)
-            last.sequence = None
-            self.running.remove(last)
+            last.sequence, last.decoding = None, False
             self._queue(last)
             if last is request:
                 return False
@@ -254,13 +252,13 @@ class Scheduler:
         if pages:
             request.sequence = self._runner.share(pages)
         self.waiting.remove(request)
-        self.running.append(request)
+        bisect.insort(self.running, request, key=_RANK)
         return True
 
     def launched(self, request: Request) -> None:
         """The tokens that were planned for a request are computed by a step that was launched."""
-        if request.computed <= len(request.filled):
-            self.remember(request)
+        request.decoding = request.computed >= len(request.filled)
+        self.remember(request)
 
     def remember(self, request: Request) -> None:
         """Name the full pages of a request whose tokens the host knows, for others that begin with the same tokens."""
