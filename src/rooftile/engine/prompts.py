@@ -6,13 +6,14 @@ have a CUDA graph. It sees no key, and is never written into the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftile.engine.cache import int32
+from rooftile.engine.paged_cache import PagedSequence
 
 # The most tokens of a forward pass that gets a graph. With Llama-3-8B on an H200, launching a pass kernel by kernel
 # took the host 25 to 31 ms; the device took 11 ms for 512 tokens and needs longer than the host from about 1500 on.
@@ -45,24 +46,6 @@ class Inputs(NamedTuple):
     part_pages: Tensor | None
 
 
-class Part(NamedTuple):
-    """New tokens of one sequence.
-
-    Attributes:
-        slot: of the sequence.
-        start: the position of the first.
-        tokens: None for a single one, the newest of that slot, which the device knows.
-        pages: of the sequence, with room for them.
-        last: whether the logits behind the last one are wanted.
-    """
-
-    slot: int
-    start: int
-    tokens: Sequence[int] | None
-    pages: Sequence[int]
-    last: bool
-
-
 def rounded(n: int) -> int:
     """Tokens of a mixed step for n that are needed: few numbers, each with launches and a graph of its own."""
     if n <= 64:
@@ -88,7 +71,9 @@ class MixedBatch:
     key, and is not written into the cache.
 
     Args:
-        parts: one or more, of different slots.
+        new: the new tokens of sequences that have the length and the pages with them; None for a single one, the newest
+            of the sequence's slot, which the device knows.
+        last: the slots where the logits behind new tokens are wanted. Those behind newest tokens always are.
         page_size, blocks: of the cache, and how many pages a sequence may have.
         slots: of the cache.
         every: whether logits of every token of parts are wanted. There are no newest tokens then.
@@ -106,7 +91,8 @@ class MixedBatch:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        new: Mapping[PagedSequence, Sequence[int] | None],
+        last: Container[int],
         page_size: int,
         blocks: int,
         slots: int,
@@ -114,27 +100,30 @@ class MixedBatch:
         every: bool = False,
         pinned: bool = False,
     ) -> None:
-        texts = [part for part in parts if part.tokens is not None]
-        self.rows = slots_of(max([part.slot for part in parts if part.last], default=0) + 1, slots)
-        n = self.newest = self.rows if len(texts) < len(parts) else 0
+        newest = [s for s, tokens in new.items() if tokens is None]
+        texts = [(s, tokens) for s, tokens in new.items() if tokens is not None]
+        wanted = [s.slot for s in newest] + [s.slot for s, _ in texts if s.slot in last]
+        self.rows = slots_of(max(wanted, default=0) + 1, slots)
+        n = self.newest = self.rows if newest else 0
         ids, positions, starts, pages, counts, lengths = ([0] * n for _ in range(6))
-        for slot, start, tokens, of_part, _ in parts:
-            if tokens is None:
-                positions[slot], starts[slot], pages[slot] = start, start % page_size, of_part[start // page_size]
-                counts[slot], lengths[slot] = 1, start + 1
+        for s in newest:
+            slot, end = s.slot, s.length
+            positions[slot] = at = end - 1
+            starts[slot], pages[slot] = at % page_size, s.pages[at // page_size]
+            counts[slot], lengths[slot] = 1, end
         rows, ends = list(range(n)) or [0] * self.rows, [0]
-        for slot, start, tokens, of_part, last in texts:
-            assert tokens is not None, "it has tokens"
+        for s, tokens in texts:
             ids += tokens
-            end = start + len(tokens)
+            end = s.length
+            start = end - len(tokens)
             positions += range(start, end)
             for i in range(start // page_size, -(-end // page_size)):
                 first, stop = max(start - i * page_size, 0), min(end - i * page_size, page_size)
                 starts += range(first, stop)
-                pages += [of_part[i]] * (stop - first)
+                pages += [s.pages[i]] * (stop - first)
             ends.append(len(ids) - n)
-            if last:
-                rows[slot] = len(ids) - 1
+            if s.slot in last:
+                rows[s.slot] = len(ids) - 1
         total = rounded(len(ids))
         padding = [0] * (total - len(ids))
         counts += [1] * (len(ids) - n)
@@ -144,11 +133,11 @@ class MixedBatch:
         # The padding is one more sequence, without keys.
         empty = _sequences(len(texts) + 1) - len(texts) if texts or padding else 0
         ends += [*[ends[-1]] * (empty - 1), total - n]
-        part_lengths = [*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]
+        part_lengths = [*(s.length for s, _ in texts), *[0] * empty]
         tables: list[int] = []
-        for part in texts:
-            tables += part.pages
-            tables += [-1] * (blocks - len(part.pages))
+        for s, _ in texts:
+            tables += s.pages
+            tables += [-1] * (blocks - len(s.pages))
         tables += [-1] * (blocks * empty)
         if not every and total <= GRAPH_TOKENS:
             self.shape = n, total, self.rows, len(texts) + empty

@@ -22,7 +22,7 @@ from rooftile.engine.modes import on, plain_mode
 from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompt_graphs import PromptGraphs
-from rooftile.engine.prompts import MixedBatch, Part, rounded, slots_of
+from rooftile.engine.prompts import MixedBatch, rounded, slots_of
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.sampling import Numbers, SlotOptions
 from rooftile.engine.sampling import Sampling as Sampling
@@ -315,14 +315,12 @@ class Runner:
         self, new: Mapping[PagedSequence, Sequence[int] | None], last: Container[int], every: bool = False
     ) -> Tensor:  # fmt: skip
         """The logits of new tokens, behind newest tokens and parts in slots that are `last`, or of every token."""
-        # With the pages that `extend` adds: the lists are the sequences' own.
-        parts = [Part(s.slot, s.length, t, s.pages, t is None or s.slot in last) for s, t in new.items()]
         # Parts of prompts carry their places in the cache: without newest tokens the device starts with the step, and
         # the new state follows. No page is copied, because those that sequences share are full.
         with contextlib.nullcontext() if None in new.values() else self.cache.deferred():
             self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
             laid_out = MixedBatch(
-                parts, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
+                new, last, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
                 pinned=self._device.type == "cuda",
             )  # fmt: skip
             return self._prefilled(laid_out)
