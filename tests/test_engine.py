@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 import rooftile
 from rooftile import runtime
-from rooftile.engine.runner import Sampling
-from rooftile.engine.scheduling import Request, Scheduler
+from rooftile.engine import engine as engine_
 
 transformers = pytest.importorskip("transformers")
 
@@ -379,6 +378,60 @@ def test_sequences_wait_for_pages(llama, tmp_path, device):
         engine.generate([[5], [6] * 14], max_new_tokens=19)
 
 
+@pytest.fixture
+def small(llama, device, monkeypatch):
+    """Makes an engine of random weights, and the list of its calls' schedulers."""
+
+    def make(**more):
+        options = {"dtype": torch.float32, "max_batch": 3, "max_seq_len": 96, "page_size": 16, "device": device, **more}
+        engine, schedulers = rooftile.Engine.from_config(llama.config, **options), []
+        scheduler = engine._scheduler
+        monkeypatch.setattr(engine, "_scheduler", lambda: schedulers.append(scheduler()) or schedulers[-1])
+        return engine, schedulers
+
+    return make
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5, "presence_penalty": 1.5}])
+def test_a_cache_too_small_for_all_prompts_at_once_gives_the_tokens_of_a_large_one(how, small):
+    """Each has a page for its prompt, and there are pages for the whole of one and a part of another."""
+    prompts = [[10 * i + t for t in range(12)] for i in range(3)]
+    found, preemptions = [], []
+    for pages in (6, 3):
+        engine, schedulers = small(pages=pages)
+        completions = engine.generate(prompts, max_new_tokens=7, ignore_eos=True, **how)
+        found.append([c.tokens for c in completions])
+        preemptions.append(schedulers[0].preemptions)
+        assert free_of(engine) == (pages, 0)
+    assert found[0] == found[1]
+    assert preemptions[0] == 0 < preemptions[1]
+
+
+def test_pages_that_prompts_of_a_call_begin_with_are_computed_once(small):
+    """Those of that call alone: weights may change before the next."""
+    engine, schedulers = small()
+    begun = [(7 * t) % 131 for t in range(40)]
+    prompts = [[*begun, 3, 4, 5], [*begun, 9], [6] * 5]
+    for _ in range(2):
+        found = [c.tokens[0] for c in engine.generate(prompts, max_new_tokens=1, ignore_eos=True)]
+        assert found == [logits[-1].argmax().item() for logits in engine.logits(prompts)]
+        with torch.no_grad():
+            engine.weights.embedding.copy_(engine.weights.embedding.flip(0))
+    assert [s.prefix_hit_tokens for s in schedulers] == [32, 32]
+    assert schedulers[0].prefix_query_tokens == sum(map(len, prompts))
+
+
+def test_a_long_prompt_is_computed_beside_one_that_decodes(small, monkeypatch):
+    """13 of its tokens in each step, in which the other one gets a token."""
+    engine, _ = small()
+    prompts = [[9, 9, 4], [(5 * t) % 131 for t in range(60)]]
+    whole = [c.tokens for c in engine.generate(prompts, max_new_tokens=8, ignore_eos=True)]
+    monkeypatch.setattr(engine_, "STEP_TOKENS", 16)
+    pieces = list(engine.generate(prompts, max_new_tokens=8, stream=True, ignore_eos=True))
+    assert [p.index for p in pieces][:6] == [0, 0, 0, 0, 0, 1]
+    assert [[p.token for p in pieces if p.index == i] for i in range(2)] == whole
+
+
 def test_pieces_make_the_completion(engine):
     options = {"temperature": 0.8, "seed": 3, "logprobs": True, "ignore_eos": True}
     completions = engine.generate(PROMPTS, max_new_tokens=3, **options)
@@ -622,23 +675,3 @@ def test_random_weights(llama, dtype, device):
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
     assert logits[0].isfinite().all()
-
-
-class TestScheduler:
-    def request(self, index, prompt, limit):
-        return Request(index, [0] * prompt, limit, Sampling())
-
-    def test_first_come_first_served(self):
-        scheduler = Scheduler(slots=3, pages=10, page_size=16, prompt_tokens=1000)
-        scheduler.waiting.extend([self.request(0, 33, 48), self.request(1, 64, 33), self.request(2, 1, 1)])
-        first, third = scheduler.waiting[0], scheduler.waiting[2]
-        # Five pages and six are more than ten; the third would fit and does not overtake.
-        assert scheduler.admit() == [first]
-        assert scheduler.admit() == []
-        scheduler.remove(first)
-        assert [r.index for r in scheduler.admit()] == [1, third.index]
-
-    def test_prompts_of_one_pass_are_bounded(self):
-        scheduler = Scheduler(slots=8, pages=100, page_size=16, prompt_tokens=50)
-        scheduler.waiting.extend(self.request(i, n, 4) for i, n in enumerate((90, 20, 30, 1)))
-        assert [[r.index for r in scheduler.admit()] for _ in range(4)] == [[0], [1, 2], [3], []]

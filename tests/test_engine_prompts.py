@@ -9,7 +9,6 @@ from rooftile import launching
 from rooftile.engine import prompt_graphs
 from rooftile.engine import prompts as laid_out
 from rooftile.engine.prompt_graphs import PromptGraphs
-from rooftile.engine.prompts import GRAPH_TOKENS, PromptBatch, padded_length
 from rooftile.engine.runner import Sampling
 
 pytest.importorskip("transformers")
@@ -32,13 +31,8 @@ FAMILIES = {
     "phi3": {"partial_rotary_factor": 0.5, "pad_token_id": 0},
     "gemma3_text": {"head_dim": 8, "sliding_window": 7, "sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
 }
-# With room for 32 tokens each a batch of 3 x 32 of which an eighth is padding; packed with another that is short.
 ABOUT_EQUAL = [[(7 * i + 5 * t) % 131 for t in range(n)] for i, n in enumerate((29, 26, 29))]
 UNEQUAL = [*ABOUT_EQUAL, [50, 3]]
-
-
-def test_the_prompts_below_are_padded_and_packed():
-    assert [padded_length([len(p) for p in prompts], 32) for prompts in (ABOUT_EQUAL, UNEQUAL)] == [32, None]
 
 
 def made(family="llama", **more):
@@ -47,48 +41,15 @@ def made(family="llama", **more):
     return rooftile.Engine.from_config(config, **options)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "length"),
-    [
-        ([512], 512),
-        ([1], 1),  # one row, for which weights in fewer bits have kernels of their own
-        ([2], 64),
-        ([65], 128),
-        ([1000], 1024),
-        ([1025], 1152),
-        ([2048], 2048),
-        ([2049], None),  # no graph is kept for it
-        ([512] * 4, 512),
-        ([512, 450], 512),  # 62 of 1024
-        ([512, 384], 512),  # 128: an eighth
-        ([512, 383], None),
-        ([60, 60], 64),
-        ([50, 50], None),  # too much padding
-        ([512, 512, 512, 512, 512], None),
-        ([512, 512, 512, 512, 511], None),
-        ([390], 400),
-    ],
-)
-def test_what_prompts_are_padded_to(lengths, length):
-    assert padded_length(lengths, 400 if length == 400 else 8192) == length
-    assert length is None or len(lengths) * length <= GRAPH_TOKENS
-
-
 @pytest.mark.parametrize("family", nightly_but(("mistral",), FAMILIES))
-def test_padded_and_packed_prompts_give_the_logits_of_each_alone(family, monkeypatch, device):
+def test_prompts_together_give_the_logits_of_each_alone(family, device):
+    """Whatever is behind them: another prompt, or padding."""
     runner = made(family, device=device, cuda_graphs=False).runner
-
-    def last(prompts):
-        sequences = runner._begin(prompts)
-        logits = runner._logits(prompts, sequences)
-        runner._free_all(sequences)
-        return logits
-
-    padded, packed, alone = last(ABOUT_EQUAL), last(UNEQUAL), torch.cat([last([p]) for p in UNEQUAL])  # alone: padded
-    monkeypatch.setattr(laid_out, "padded_length", lambda lengths, capacity: None)
-    torch.testing.assert_close(padded, torch.cat([last([p]) for p in ABOUT_EQUAL]), rtol=1e-4, atol=1e-5)
-    for found in (alone, packed):
-        torch.testing.assert_close(found, last(UNEQUAL), rtol=1e-4, atol=1e-5)
+    sequences = runner._allocated(UNEQUAL)
+    together = runner._mixed(dict(zip(sequences, UNEQUAL, strict=True)), [s.slot for s in sequences])
+    runner._free_all(sequences)
+    alone = torch.stack([runner.logits([p])[0][-1] for p in UNEQUAL])
+    torch.testing.assert_close(together[: len(UNEQUAL)], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompts", [pytest.param(ABOUT_EQUAL, marks=pytest.mark.nightly), UNEQUAL])
@@ -102,7 +63,7 @@ def test_tokens_behind_prompts_are_those_of_the_logits(prompts, device):
 
 @pytest.mark.parametrize("part", [1, 3])
 def test_logits_in_parts_are_those_of_whole_prompts(part, device):
-    """By decoding, and by prompts' attention against the cache; the newest tokens of live sequences stay."""
+    """By decoding, and by steps of prompts; the newest tokens of live sequences stay."""
     engine = made(device=device, cuda_graphs=False)
     runner = engine.runner
     live = runner.prefill([[9, 8]], [Sampling()])
@@ -177,30 +138,6 @@ def graphed(engine):
     return engine
 
 
-def test_what_the_device_is_told_of_padded_prompts():
-    batch = PromptBatch([[7, 8, 9] * 20, [5] * 62], [[3], [1]], 64, 256)
-    told = batch.of(batch.numbers)
-    assert batch.shape == (2, 64)
-    assert told.ids.tolist() == [7, 8, 9] * 20 + [9] * 4 + [5] * 64  # none that a model may not have
-    assert told.rows.tolist() == [59, 64 + 61]
-    assert (told.starts.tolist(), told.pages.tolist(), told.counts.tolist()) == ([0, 0], [[3], [1]], [60, 62])
-    assert (told.positions, told.ends) == (None, None)
-    whole = PromptBatch([[1, 2], [3, 4]], [[0], [2]], 16, 256, every=True)
-    assert whole.of(whole.numbers).rows.tolist() == [0, 1, 2, 3]
-
-
-def test_what_may_overflow_and_what_is_wanted_whole_is_not_padded():
-    def shape(lengths, **options):
-        prompts = PromptBatch([[1] * n for n in lengths], [[0] * -(-n // 16) for n in lengths], 16, 256, **options)
-        return prompts.shape, prompts.length
-
-    assert shape([50]) == ((1, 64), 64)
-    assert shape([50, 50]) == (None, 50), "more than an eighth would be padding"
-    assert shape([50], pad=False) == shape([50], every=True) == (None, 50)
-    assert shape([60, 63], pad=False) == shape([60, 63], every=True) == (None, None)
-    assert shape([64, 64], pad=False) == ((2, 64), 64), "which is no padding"
-
-
 def test_sampling_for_other_prompts_is_refused(device):
     runner = made(device=device, cuda_graphs=False).runner
     with pytest.raises(ValueError, match="sampling is given for 1 prompts, expected one for each of 2"):
@@ -248,10 +185,11 @@ def test_the_graph_that_was_not_used_for_longest_is_forgotten(device, monkeypatc
     monkeypatch.setattr(prompt_graphs, "KEPT", 2)
     engine = graphed(made(device=device, max_seq_len=48, cuda_graphs=False, config={"num_hidden_layers": 1}))
     kept = engine.runner._of_prompts._graphs
-    for lengths in [(3,)] * 2, [(44, 44)] * 2, [(3,)], [(44, 44, 44)] * 2, [(44, 44)]:
+    for lengths in [(3,)] * 2, [(44, 10)] * 2, [(3,)], [(44, 43, 42)] * 2, [(44, 10)]:
         for each in lengths:
-            engine.generate([[1] * n for n in each], max_new_tokens=1)
-    assert list(kept) == [(1, 48), (3, 48)]  # (2, 48) was forgotten, and begins anew
+            engine.generate([[n] * n for n in each], max_new_tokens=1)
+    # Newest tokens, tokens, rows and parts; (0, 64, 5, 4) was forgotten, and begins anew.
+    assert list(kept) == [(0, 4, 5, 4), (0, 192, 5, 4)]
 
 
 def test_without_memory_for_a_graph_prompts_are_launched(device, monkeypatch):
@@ -268,13 +206,12 @@ def test_without_memory_for_a_graph_prompts_are_launched(device, monkeypatch):
     assert results == results[:1] * 4
 
 
-@pytest.mark.parametrize("prompts", [UNEQUAL, [[1] * 31] * 3])
-def test_what_is_not_a_small_batch_is_never_recorded(prompts, device, monkeypatch):
+def test_what_is_not_a_small_batch_is_never_recorded(device, monkeypatch):
     monkeypatch.setattr(laid_out, "GRAPH_TOKENS", 64)
     engine = graphed(made(device=device, cuda_graphs=False, config={"num_hidden_layers": 1}))
     for _ in range(2):
-        engine.generate(prompts, max_new_tokens=1)
-        engine.logits(prompts[0])
+        engine.generate(UNEQUAL, max_new_tokens=1)
+        engine.logits(UNEQUAL[0])
     assert not engine.runner._of_prompts._graphs
 
 
@@ -304,8 +241,8 @@ def test_graphs_of_prompts_give_what_plain_launches_give(family, device):
     runners = [made(family, cuda_graphs=graphs, **options).runner for graphs in (True, False)]
     logits, asked = ([], []), []
     for runner, kept in zip(runners, logits, strict=True):
-        forward = runner._logits
-        runner._logits = lambda *args, f=forward, k=kept: k.append(f(*args).clone()) or k[-1]
+        forward = runner._mixed
+        runner._mixed = lambda *args, f=forward, k=kept: k.append(f(*args).clone()) or k[-1]
     prefill = runners[0].decoder.prefill
     runners[0].decoder.prefill = lambda prompts, inputs: asked.append(prompts.shape) or prefill(prompts, inputs)
     how = [Sampling(), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5), Sampling()]
@@ -322,12 +259,14 @@ def test_graphs_of_prompts_give_what_plain_launches_give(family, device):
                 runner.decode()
             slots = [s.slot for s in live[0]]
             assert slots == [s.slot for s in live[1]]
-            assert torch.equal(logits[0][-1], logits[1][-1])
+            begun = slots[-len(prompts) :]  # rows of other slots have no meaning
+            assert torch.equal(logits[0][-1][begun], logits[1][-1][begun])
             assert runners[0].tokens[slots].tolist() == runners[1].tokens[slots].tolist()
             assert torch.equal(runners[0].logprobs[slots], runners[1].logprobs[slots])
-    # Once as they were, once recorded, then replayed; those that are packed are never.
-    assert [asked.count(shape) for shape in ((1, 128), (2, 64), None)] == [2, 2, 6]
-    assert set(runners[0]._of_prompts._graphs) == {(1, 128), (2, 64)}
+    # Once as they were, once recorded, then replayed.
+    shapes = {(0, 128, 5, 4), (0, 256, 5, 4)}
+    assert {shape: asked.count(shape) for shape in asked} == dict.fromkeys(shapes, 2)
+    assert set(runners[0]._of_prompts._graphs) == shapes
 
 
 @pytest.mark.gpu
@@ -348,4 +287,4 @@ def test_after_a_capture_on_the_gpu_that_failed_all_is_given_back_and_the_next_w
     assert (engine.runner.cache.free_pages, engine.runner.cache.sequences) == (free, [])
     assert torch.cuda.current_stream() == stream
     assert [engine.generate(UNEQUAL[0], max_new_tokens=2) for _ in range(2)] == [expected] * 2
-    assert list(engine.runner._of_prompts._graphs) == [(1, 32)]
+    assert list(engine.runner._of_prompts._graphs) == [(0, 32, 5, 4)]

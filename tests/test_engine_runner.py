@@ -8,7 +8,6 @@ from helpers import interpreted
 
 import rooftile
 from rooftile import PagedKVCache, launching
-from rooftile.engine import runner as module
 from rooftile.engine.runner import Numbers, Sampling
 
 pytest.importorskip("transformers")
@@ -82,28 +81,20 @@ def test_slots_that_are_free_between_others(engine):
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("which", "taken", "expected"),
-    [
-        ([0, 0, 0, 0], False, [4]),
-        ([0, 0, 1, 2], False, [2, 2]),
-        ([0, 1, 0, 0], False, [1, 1, 2]),
-        ([0] * 3, True, [1, 2]),
-    ],
-)
-def test_first_tokens_of_slots_side_by_side_are_sampled_by_one_kernel(which, taken, expected, engine, monkeypatch):
-    """Apart where another sequence has the slot between them."""
-    runner, rows, stock = engine.runner, [], module.sample_
-    if taken:
-        runner.free(runner.prefill([[1], [2]], [HOW[0]] * 2)[0])
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            module, "sample_", lambda tokens, *args, **how: (rows.append(len(tokens)), stock(tokens, *args, **how))
-        )
-        runner.prefill([PROMPTS[i] for i in which], [HOW[i] for i in which])
-    for s in runner.cache.sequences:
+def test_sequences_that_have_ended_do_not_move(engine):
+    """Those that no step has any more, though their last tokens are not read yet, and those that have no room."""
+    runner = engine.runner
+    *others, ended, last = runner.prefill(PROMPTS, HOW)
+    token = int(runner.tokens[3])
+    runner.compact([*others, ended])
+    assert (ended.slot, last.slot) == (2, 3), "others have the slots before them"
+    for s in others:
         runner.free(s)
-    assert rows == expected
+    runner.compact([ended])
+    assert (ended.slot, last.slot) == (2, 0)
+    assert int(runner.tokens[0]) == token
+    for s in (ended, last):
+        runner.free(s)
 
 
 def test_each_slot_has_its_own_sampling(engine):

@@ -48,21 +48,26 @@ class Settings:
 
 @dataclasses.dataclass
 class Timing:
-    """When tokens came. Seconds are since the call; a step is one token of each prompt that has not ended."""
+    """When tokens came. Seconds are since the call; a step is one token of each prompt that has not ended.
+
+    A prompt of another step than the first may get its first token beside further ones of others. Steps, and what is
+    decoded, count from when every prompt had its first.
+    """
 
     begun: float = dataclasses.field(default_factory=time.perf_counter)
     first: float | None = None
     settled: float = 0.0  # when every prompt had its first token
     last: float = 0.0
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    before: dict[int, int] = dataclasses.field(default_factory=dict)  # those until then
 
     def add(self, index: int) -> None:
         now = time.perf_counter() - self.begun
         self.first = now if self.first is None else self.first
-        if index not in self.tokens:
-            self.settled = now
         self.last = now
         self.tokens[index] = self.tokens.get(index, 0) + 1
+        if self.tokens[index] == 1:
+            self.settled, self.before = now, dict(self.tokens)
 
     @property
     def count(self) -> int:
@@ -70,8 +75,8 @@ class Timing:
 
     @property
     def steps(self) -> int:
-        """Decoding steps: prefill gives the first token of each prompt."""
-        return max(self.tokens.values(), default=1) - 1
+        """Of decoding."""
+        return max((n - self.before[index] for index, n in self.tokens.items()), default=0)
 
     @property
     def step_seconds(self) -> float | None:
@@ -79,8 +84,8 @@ class Timing:
 
     @property
     def decoded_per_second(self) -> float | None:
-        """Tokens a second of all prompts, without the first token of each."""
-        return (self.count - len(self.tokens)) / (self.last - self.settled) if self.steps else None
+        """Tokens a second of all prompts."""
+        return (self.count - sum(self.before.values())) / (self.last - self.settled) if self.steps else None
 
 
 class Printer:
@@ -138,9 +143,8 @@ def figures(engine: Engine, timing: Timing, prompt_tokens: Sequence[int], read_g
     if engine.speculate is not None:  # a step gives one token or several
         return [*lines, f"{rate:.1f} tokens/s"]
     # Each sequence at half of its final length, until it ends.
-    steps = timing.steps
-    lengths = [n + new / 2 for n, new in zip(prompt_tokens, timing.tokens.values(), strict=True)]
-    alive = [int(length * new / (steps + 1)) for length, new in zip(lengths, timing.tokens.values(), strict=True)]
+    counts = [timing.tokens[i] for i in range(prompts)]
+    alive = [int((n + new / 2) * new / max(counts)) for n, new in zip(prompt_tokens, counts, strict=True)]
     nbytes = step_bytes(engine.runner.decoder.config, engine.weights, alive, engine.runner.cache.k.dtype)
     gbs = nbytes / seconds / 1e9
     lines.append(f"{rate:.1f} tokens/s, {1e3 * seconds:.3f} ms a step")

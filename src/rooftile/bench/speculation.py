@@ -185,6 +185,7 @@ def _run(engine: Any, prompt: list[int], new: int, source: Proposer | None, samp
         events = loop.step()
         if events and not begun:
             begun = time.perf_counter()
+    loop.clear()  # the next run finds no pages of this one
     return Run(request.tokens, time.perf_counter() - begun, loop.proposed_tokens, loop.accepted_tokens, loop.steps)
 
 

@@ -28,7 +28,7 @@ from rooftile.engine.generation import StreamChunk, encoded, integer
 from rooftile.engine.leading import follow, leading
 from rooftile.engine.loop import Loop
 from rooftile.engine.runner import Sampling
-from rooftile.engine.scheduling import ContinuousScheduler, Request
+from rooftile.engine.scheduling import Request, Scheduler
 from rooftile.engine.streams import Channel, Deliver, Stream, Waiter, wake
 from rooftile.errors import QueueFull, RequestError, checks_keywords, did_you_mean
 
@@ -125,7 +125,7 @@ class _Worker:
             raise
 
     def _begin(self, engine: Engine, max_waiting: int, step_tokens: int, prefix_cache: bool) -> None:
-        scheduler = ContinuousScheduler(engine.runner, step_tokens, prefix_cache)
+        scheduler = Scheduler(engine.runner, step_tokens, prefix_cache)
         self.engine, self.max_waiting, self._scheduler = engine, max_waiting, scheduler
         self.loop = Loop(engine.runner, scheduler, engine._speculation())
         # A request to add, the channel of one to abort, or None, to look at the rest.
@@ -256,7 +256,6 @@ class _Worker:
             ended = [*self.loop.scheduler.waiting, *self.loop.scheduler.running]
             try:
                 self.loop.clear()  # if this fails, too, the engine has failed
-                self.engine.runner.cache.forget()  # what the failed step wrote
             finally:
                 self._publish()
                 self._deliver(self.loop.events)

@@ -35,8 +35,8 @@ Stop = str | int | Sequence[str | int]
 Masks = TokenMask | Sequence[TokenMask | None] | None
 Quantization = Literal["fp8", "int8", "int4"]
 
-# Prompt tokens of one forward pass. GEMMs of some thousand rows run at full speed; more rows only take more memory.
-PROMPT_TOKENS = 8192
+# The most tokens of a step of `generate`. GEMMs of some thousand rows run at full speed; more only take more memory.
+STEP_TOKENS = 8192
 _DEFAULT_LENGTH = 4096
 
 
@@ -115,7 +115,7 @@ class Engine:
             max_batch, max_seq_len: sequences at a time, and the most tokens of each, prompt and new. The cache is
                 allocated for them. By default at most 4096 tokens.
             page_size, pages: of the cache. With fewer pages than `max_batch` sequences of `max_seq_len` tokens need,
-                sequences may have to wait.
+                sequences may have to wait, or to be computed again.
             kv_dtype: of the cache: dtype (the default), float8_e4m3fn or int8.
             device: by default the GPU.
             cuda_graphs: replay a CUDA graph for each decoding step, and for prompts of shapes that recur.
@@ -125,8 +125,8 @@ class Engine:
                 each. All of them make the same calls, and get the same results.
             deterministic: give a prompt the same tokens and log-probabilities, bit for bit, whatever runs beside it,
                 and in whatever parts it is computed. It is slower; the guide to serving says how far it holds.
-            cascade: in decoding steps, read the pages that all sequences begin with (as `AsyncEngine` shares them) once
-                for several of them, where they are many. Not yet timed.
+            cascade: in decoding steps, read the pages that all sequences begin with once for several of them, where
+                they are many. Not yet timed.
             progress: show a progress bar.
             revision: of an id, a branch, tag or commit.
 
@@ -251,7 +251,10 @@ class Engine:
     ) -> list[Completion] | Iterator[StreamChunk]:
         """Continue prompts.
 
-        Up to `max_batch` run at a time. When one ends, the next takes its place while the others go on.
+        Up to `max_batch` run at a time. When one ends, the next takes its place while the others go on: a step has a
+        token of each sequence that decodes and, beside them, prompts or parts of prompts, 8192 tokens in all at most.
+        Full pages that prompts begin with in common are computed once. If pages run out, the prompt that started last
+        gives its pages back, and is computed again later. The call keeps no pages for the next one.
 
         Args:
             prompts: one text or several, or the token ids of one prompt or of several.
@@ -267,8 +270,8 @@ class Engine:
                 previous step. None restricts nothing.
             stop: strings and token ids. The text ends before the stop; the tokens include the one that completed it.
             seed: one for all prompts, or one each. A token depends on its logits, the seed and its position alone, so
-                equal prompts with one seed get equal tokens as long as their logits are equal. Batches of another size
-                use other kernels, which round logits differently.
+                equal prompts with one seed get equal tokens as long as their logits are equal. Batches of another size,
+                and prompts in parts, use other kernels, which round logits differently; `deterministic` engines don't.
             logprobs: also return the log-probability of each token, before mask, bias, penalties and temperature.
             top_logprobs: also return so many of the most likely tokens with their log-probabilities, 20 at most.
             stream: return an iterator of `StreamChunk`, one for each token, instead of a list.
@@ -326,8 +329,8 @@ class Engine:
         return None if self.speculate is None else Speculation(self.speculate, self.config.vocab)
 
     def _scheduler(self) -> Scheduler:
-        cache = self.runner.cache
-        return Scheduler(self.max_batch, cache.k.shape[1], cache.page_size, PROMPT_TOKENS)
+        # However many sequences there may be, a step has room for prompts.
+        return Scheduler(self.runner, max(STEP_TOKENS, 2 * self.max_batch), prefix_cache=True)
 
     def _request(
         self, index: int, prompt: list[int], max_new_tokens: object, stop: Stop, logprobs: bool, ignore_eos: bool,

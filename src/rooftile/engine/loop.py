@@ -73,7 +73,7 @@ class Loop:
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
-        if speculates or verifies or any(request.sampling.mask is not None for request in running):
+        if speculates or verifies or True in [request.sampling.mask is not None for request in running]:
             self._read(0, events)  # proposals and masks depend on the token before
         launched = self._launch(speculates, since)
         self._read(launched, events)
@@ -96,7 +96,7 @@ class Loop:
                     continue  # its end was not known when the step was launched
                 assert request.watch is not None
                 try:
-                    if request in failed:
+                    if failed and request in failed:
                         raise failed[request]
                     if (mask := request.sampling.mask) is not None:
                         mask.advance(token)
@@ -118,7 +118,8 @@ class Loop:
             return False
         self.steps += 1
         prompts = [r for r in work if not r.decoding]
-        runner.compact(begun=sum(r.sequence is None for r in prompts))
+        ended = [r.sequence for r in scheduler.running if r.launched >= r.limit and r.sequence is not None]
+        runner.compact(ended, begun=sum(r.sequence is None for r in prompts))
         self.prompt_tokens += sum([work[r] for r in prompts])
         proposals = None
         if not prompts:
@@ -127,10 +128,6 @@ class Loop:
                 runner.decode([r.sequence for r in work if r.sequence is not None])
             else:
                 runner.verify({r.sequence: tokens for r, tokens in proposals.items() if r.sequence is not None})
-        elif not scheduler.in_parts:
-            sequences = runner.prefill([r.filled for r in work], [r.sampling for r in work], [r.tokens for r in work])
-            for request, sequence in zip(work, sequences, strict=True):
-                request.sequence = sequence
         else:
             self._extend(work)
         for request in prompts:
@@ -170,7 +167,7 @@ class Loop:
             if sequence is None:
                 sequence = request.sequence = self.runner.share([])
             at = sequence.length
-            if at >= len(filled):
+            if request.decoding:
                 new[sequence] = None
                 continue
             new[sequence] = filled[at : at + n]
@@ -189,7 +186,8 @@ class Loop:
             self.runner.free(sequence)
 
     def clear(self) -> None:
-        """Take all requests out."""
+        """Take all requests out, and forget their pages: another loop may find other weights, or what failed midway."""
         self._launched.clear()
         for request in [*self.scheduler.waiting, *self.scheduler.running]:
             self.remove(request)
+        self.runner.cache.forget()

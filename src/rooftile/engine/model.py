@@ -1,4 +1,4 @@
-"""The forward pass of a decoder: whole prompts, and one token of each sequence.
+"""The forward pass of a decoder: parts of prompts, and one token of each sequence.
 
 Decoding one sequence takes five kernels a layer: norm, qkv GEMV, RoPE and cache write; attention; the output projection
 with the residual; norm and gated GEMV; the down projection with the residual. With several sequences RoPE and the cache
@@ -18,12 +18,12 @@ from rooftile.engine.cascade import Cascade
 from rooftile.engine.config import ModelConfig
 from rooftile.engine.paged_cache import PagedKVCache
 from rooftile.engine.projections import Activations, Projection
-from rooftile.engine.prompts import Inputs, MixedBatch, PromptBatch
+from rooftile.engine.prompts import Inputs, MixedBatch
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.softcap import softcap_
 from rooftile.engine.weights import Weights, invariant
 from rooftile.ops.add_rms_norm import add_rms_norm
-from rooftile.ops.attention import attention, attention_paged, attention_varlen
+from rooftile.ops.attention import attention_paged
 from rooftile.ops.decode_attention import decode_attention
 from rooftile.ops.embedding import embedding
 from rooftile.ops.kv_cache import append_kv, rope_and_cache
@@ -42,7 +42,7 @@ class Decoder:
         config, weights: the model.
         cache: for its layers and heads; the caller reserves its steps.
         ranks: of a model that is split. The model, its weights and its cache are this rank's then.
-        deterministic: compute each token in one way, whatever else is in the step. Prompts are `MixedBatch`es then.
+        deterministic: compute each token in one way, whatever else is in the step.
 
     Attributes:
         follower: another model's decoder, which computes the same prompts for a cache of its own.
@@ -107,54 +107,39 @@ class Decoder:
 
         return self._logits(self._layers(self._embed(ids), attend))
 
-    def prefill(self, prompts: PromptBatch | MixedBatch, inputs: Inputs) -> Tensor:
-        """Logits of the token that follows each prompt, `(n, V)`, or of every token, where the batch asks for them.
+    def prefill(self, batch: MixedBatch, inputs: Inputs) -> Tensor:
+        """Logits `(rows, V)` of the tokens that follow parts of prompts and newest tokens, or of every token.
 
-        The cache has pages for the prompts; nothing has been written into them. A `MixedBatch` continues what is in the
-        cache, which is in the step of its tokens.
+        They continue what is in the cache, which is in the step of these tokens.
         """
         if self.follower is not None:
-            self.follower.prefill(prompts, inputs)
-        cache = self.cache
-        positions, ends = inputs.positions, inputs.ends
+            self.follower.prefill(batch, inputs)
         into = {"starts": inputs.starts, "page_table": inputs.pages, "counts": inputs.counts}
 
         def attend(layer: int, x: Tensor) -> Tensor:
-            options = {"causal": True, **self._scoring(layer)}
-            given, longest = cache.inputs(layer) | into, prompts.longest
+            given = self.cache.inputs(layer) | into
             del given["lengths"]
-            if positions is None:
-                q, k, v = self._rotated(layer, x, None, (prompts.n, prompts.length))
-                append_kv(k, v, **given)
-                return attention(q, k, v, layout="bthd", **options).flatten(0, 1)  # type: ignore[union-attr]
-            q, k, v = self._rotated(layer, x, positions)
+            q, k, v = self._rotated(layer, x, inputs.positions)
             append_kv(k[:, None], v[:, None], **given)
-            if isinstance(prompts, MixedBatch):
-                return self._attend_mixed(layer, q, prompts, inputs)
-            return attention_varlen(q, k, v, ends, max_seqlen_q=longest, max_seqlen_k=longest, **options)  # type: ignore[arg-type,return-value]
+            return self._attend_mixed(layer, q, batch, inputs)
 
         x = self._layers(self._embed(inputs.ids), attend)
         if inputs.rows is not None:
             x = embedding(inputs.rows, x)
         return self._logits(x)
 
-    def _rotated(
-        self, layer: int, x: Tensor, positions: Tensor | None, batch: tuple[int, int | None] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rotated q, the rotated k, and v of hidden states `(tokens, hidden)` at those positions.
 
-        They are (tokens, heads, head_dim). Or they are of a `batch` of sequences of one length, from position 0 on, and
-        (sequences, length, heads, head_dim).
+        They are (tokens, heads, head_dim).
         """
-        q, k, v = (t[None] if batch is None else t.unflatten(0, (batch[0], -1)) for t in self._qkv(layer, x))
+        q, k, v = (t[None] for t in self._qkv(layer, x))
         cos, sin = self.tables[layer]
-        if batch is not None:
-            cos, sin = cos[: batch[1]], sin[: batch[1]]
         if self.config.qk_norm:
             q, k = self._normalized_and_rotated(layer, q, k, cos, sin, positions)
         else:
             rope_(q, k, cos, sin, position_ids=positions, rotary_dim=cos.shape[-1], layout="bthd")
-        return (q, k, v) if batch is not None else (q[0], k[0], v[0])
+        return q[0], k[0], v[0]
 
     def _attend_newest(
         self, layer: int, q: Tensor, lengths: Tensor, pages: Tensor, out: Tensor | None = None

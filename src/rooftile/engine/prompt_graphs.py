@@ -1,4 +1,4 @@
-"""The CUDA graphs of prompts, and of steps that mix them with single tokens."""
+"""The CUDA graphs of steps with parts of prompts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.model import Decoder
-from rooftile.engine.prompts import MixedBatch, PromptBatch
+from rooftile.engine.prompts import MixedBatch
 from rooftile.graphs import SerialGraphs
 
-# Graphs of prompts, each of some hundred launches. One prompt has 24 lengths, and has logits of its own; mixed steps of
-# at most 1024 tokens have 18 numbers of tokens, for each number of slots. `warm_up` makes 45 for 32 slots, 88 for 256
-# and 104 for 512.
+# Graphs, each of some hundred launches. Steps of at most 1024 tokens have 18 numbers of tokens, for each number of
+# slots. `warm_up` makes 45 for 32 slots, 88 for 256 and 104 for 512.
 KEPT = 192
 Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, its input and its logits
 
@@ -19,8 +18,8 @@ Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]  # a graph, its input and
 class PromptGraphs:
     """A decoder's prefill, by a CUDA graph for each small shape that recurs.
 
-    The first prompts of a shape run eagerly, which compiles its kernels. The second time the shape is captured, and
-    replayed from then on. A shape whose graph was dropped starts over. Without memory for a graph, prompts run eagerly.
+    The first step of a shape runs eagerly, which compiles its kernels. The second time the shape is captured, and
+    replayed from then on. A shape whose graph was dropped starts over. Without memory for a graph, steps run eagerly.
     """
 
     def __init__(self, decoder: Decoder, turns: SerialGraphs) -> None:
@@ -29,7 +28,7 @@ class PromptGraphs:
         self._graphs: dict[tuple[int, ...], Recorded | None] = {}
         self._logits: Tensor | None = None
 
-    def __call__(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Tensor:
+    def __call__(self, prompts: MixedBatch, newest: Tensor) -> Tensor:
         """The decoder's logits, valid until the next replay of one of these graphs. `newest` is always one tensor."""
         shape = prompts.shape
         if shape is None or shape not in self._seen:
@@ -50,22 +49,20 @@ class PromptGraphs:
         graph.replay()
         return logits
 
-    def _eager(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Tensor:
+    def _eager(self, prompts: MixedBatch, newest: Tensor) -> Tensor:
         numbers = prompts.numbers.to(newest.device, non_blocking=True)
         logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
-        if self._logits is None and isinstance(prompts, MixedBatch):
+        if self._logits is None:
             self._logits = logits.new_empty((newest.shape[0], logits.shape[1]))
         return logits
 
-    def _recorded(self, prompts: PromptBatch | MixedBatch, newest: Tensor) -> Recorded | None:
+    def _recorded(self, prompts: MixedBatch, newest: Tensor) -> Recorded | None:
         kept = self._logits
+        assert kept is not None, "the shape has run eagerly"
 
         def compute() -> Tensor:
-            logits = self._decoder.prefill(prompts, prompts.filled(numbers, newest))
-            if not isinstance(prompts, MixedBatch) or kept is None:
-                return logits
             # With many slots the logits are large and the shapes many: all graphs share one memory for them.
-            return kept[: prompts.rows].copy_(logits)
+            return kept[: prompts.rows].copy_(self._decoder.prefill(prompts, prompts.filled(numbers, newest)))
 
         try:
             numbers = prompts.numbers.to(newest.device, non_blocking=True)

@@ -1,191 +1,49 @@
-"""Prompts as a forward pass takes them: a batch of one length, or packed; sent to the device in one copy.
+"""Parts of prompts, and newest tokens beside them, as a forward pass takes them: packed, and sent in one copy.
 
-Prompts of similar length are padded to one of few lengths, so that each can have a CUDA graph. Padding follows a
-prompt's tokens: causal attention does not see it, and it is never written into the cache. Prompts of unequal lengths
-are packed into one sequence, and each token carries its place in the cache.
+Each token carries its place in the cache. Padding follows, up to one of few numbers of tokens, so that each number can
+have a CUDA graph. It sees no key, and is never written into the cache.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftile.engine.cache import int32
+from rooftile.engine.paged_cache import PagedSequence
 
 # The most tokens of a forward pass that gets a graph. With Llama-3-8B on an H200, launching a pass kernel by kernel
 # took the host 25 to 31 ms; the device took 11 ms for 512 tokens and needs longer than the host from about 1500 on.
 GRAPH_TOKENS = 2048
-_SHARE = 8  # at most 1/8 of the tokens of several prompts may be padding: not measured
-
-
-def padded_length(lengths: Sequence[int], capacity: int) -> int | None:
-    """The length that prompts of those lengths are padded to, as a batch that gets a graph; None where there is none.
-
-    It is never beyond the capacity, where the RoPE tables end. A single token is not padded: quantized weights have
-    kernels for one row, which in fp8 do not round it.
-    """
-    n, longest = len(lengths), max(lengths)
-    step = 1 if longest == 1 else 64 if longest < 1024 else 128
-    length = min(-(-longest // step) * step, capacity)
-    padding = n * length - sum(lengths)
-    return length if n * length <= GRAPH_TOKENS and (n == 1 or _SHARE * padding <= n * length) else None
 
 
 class Inputs(NamedTuple):
-    """The prompts on the device: int32 views of one allocation.
+    """A step's tokens on the device: int32 views of one allocation.
 
     Attributes:
-        ids: of all tokens; padding repeats a prompt's last token.
+        ids: of all tokens.
         rows: the tokens whose logits are wanted; None for all.
-        starts, pages, counts: where keys and values go, as `append_kv` takes it. Each packed token is a sequence of its
-            own, in a cache of one page.
-        positions, ends: for packed tokens: each token's position in its prompt, and the prompts' boundaries.
-        lengths: of a `MixedBatch`: of the slots that newest tokens have rows of, the tokens in the cache.
-        part_lengths, part_pages: of a `MixedBatch`: of each part of a prompt, the tokens in the cache, and the pages.
+        starts, pages, counts: where keys and values go, as `append_kv` takes it. Each token is a sequence of its own,
+            in a cache of one page.
+        positions: of each token in its sequence.
+        ends: the boundaries of the parts of prompts; None if there are none.
+        lengths: of the slots that newest tokens have rows of, the tokens in the cache; None if there are none.
+        part_lengths, part_pages: of each part of a prompt, the tokens in the cache, and the pages.
     """
 
     ids: Tensor
     rows: Tensor | None
     starts: Tensor
     pages: Tensor
-    counts: Tensor | None
-    positions: Tensor | None
+    counts: Tensor
+    positions: Tensor
     ends: Tensor | None
-    lengths: Tensor | None = None
-    part_lengths: Tensor | None = None
-    part_pages: Tensor | None = None
-
-
-class _Laid:
-    """Fields of `Inputs`, side by side in memory of the host.
-
-    Attributes:
-        numbers: all fields, int32, in (pinned) host memory.
-        shape: determines all launches, if it is one that gets a graph; else None.
-        newest: how many of the first tokens are those of the first slots, which the device knows.
-    """
-
-    shape: tuple[int, ...] | None = None
-    newest = 0
-
-    def _lay(self, fields: Inputs, pinned: bool) -> None:
-        self._shapes = [None if x is None else x.shape for x in fields]
-        # 16 bytes apart: Triton compiles another kernel for another alignment.
-        self._at = list(
-            itertools.accumulate((0 if x is None else x.numel() + -x.numel() % 4 for x in fields), initial=0)
-        )
-        # New memory each time: the previous step's copy may still run. PyTorch reuses pinned memory only after the
-        # copies from it have ended.
-        self.numbers = torch.empty(self._at[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-        gap = torch.zeros(3, dtype=torch.int32, device="cpu")
-        parts = [y for x in fields if x is not None for y in (x.view(-1), gap[: -x.numel() % 4])]
-        torch.cat(parts, out=self.numbers)
-
-    def of(self, numbers: Tensor) -> Inputs:
-        """The fields as views of a copy of `numbers`."""
-        return Inputs(*self._views(numbers))  # type: ignore[arg-type]
-
-    def filled(self, numbers: Tensor, newest: Tensor) -> Inputs:
-        """The same, with the newest tokens of slots in their rows. Nothing waits."""
-        inputs = self.of(numbers)
-        if self.newest:
-            inputs.ids[: self.newest].copy_(newest[: self.newest])
-        return inputs
-
-    def _views(self, numbers: Tensor) -> list[Tensor | None]:
-        return [
-            None if shape is None else numbers[at : at + shape.numel()].view(shape)
-            for at, shape in zip(self._at, self._shapes, strict=False)
-        ]
-
-
-class PromptBatch(_Laid):
-    """Prompts, laid out on the host.
-
-    Args:
-        prompts: the tokens of each, one or more.
-        pages: the pages of each, with room for all tokens; nothing has been written into them.
-        page_size, capacity: of the cache.
-        every: whether logits of every token are wanted, not only of each prompt's last.
-        pad: whether padding is allowed. In float16 it is not: an activation of the padding may overflow, attention
-            multiplies it by 0, and infinity times 0 is NaN.
-
-    Attributes:
-        n: the number of prompts.
-        length: of each, with padding; None where they are packed.
-        shape: (n, length), which determines all launches, if that length gets a graph; else None.
-        longest: tokens of the longest prompt.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        pages: Sequence[Sequence[int]],
-        page_size: int,
-        capacity: int,
-        *,
-        every: bool = False,
-        pad: bool = True,
-        pinned: bool = False,
-    ) -> None:
-        lengths = [len(p) for p in prompts]
-        self.n, self.longest = len(prompts), max(lengths)
-        self.length = self.longest if self.longest == min(lengths) else None
-        padded = None if every else padded_length(lengths, capacity)
-        if padded is not None and (pad or padded == self.length):
-            self.length = padded
-        else:
-            padded = None
-        self.shape = None if padded is None else (self.n, padded)
-        layout = self._packed if self.length is None else self._batch
-        self._lay(layout(prompts, pages, page_size, every), pinned)
-
-    def _batch(
-        self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page_size: int, every: bool
-    ) -> Inputs:
-        """Built as lists, each of which becomes a tensor at once: the device waits for this."""
-        assert self.length is not None
-        length, counts, blocks = self.length, [len(p) for p in prompts], -(-self.length // page_size)
-        ids = [token for p in prompts for token in (*p, *itertools.repeat(p[-1], length - len(p)))]
-        rows = [
-            row for i, m in enumerate(counts) for row in range(i * length + (0 if every else m - 1), i * length + m)
-        ]
-        table = [[*p, *itertools.repeat(-1, blocks - len(p))] for p in pages]
-        return Inputs(int32(ids), int32(rows), int32([0] * self.n), _table(table), int32(counts), None, None)
-
-    def _packed(
-        self, prompts: Sequence[Sequence[int]], of_prompts: Sequence[Sequence[int]], page_size: int, every: bool
-    ) -> Inputs:
-        ids, pages = ([int32(x) for x in each] for each in (prompts, of_prompts))
-        positions = torch.cat([torch.arange(len(x), dtype=torch.int32, device="cpu") for x in ids])
-        of_tokens = [p.repeat_interleave(page_size)[: len(x)] for p, x in zip(pages, ids, strict=True)]
-        ends = int32(list(itertools.accumulate((len(x) for x in ids), initial=0)))
-        rows = None if every else ends[1:] - 1
-        return Inputs(
-            torch.cat(ids), rows, positions % page_size, torch.cat(of_tokens)[:, None], None, positions, ends
-        )  # fmt: skip
-
-
-class Part(NamedTuple):
-    """New tokens of one sequence.
-
-    Attributes:
-        slot: of the sequence.
-        start: the position of the first.
-        tokens: None for a single one, the newest of that slot, which the device knows.
-        pages: of the sequence, with room for them.
-        last: whether the logits behind the last one are wanted.
-    """
-
-    slot: int
-    start: int
-    tokens: Sequence[int] | None
-    pages: Sequence[int]
-    last: bool
+    lengths: Tensor | None
+    part_lengths: Tensor | None
+    part_pages: Tensor | None
 
 
 def rounded(n: int) -> int:
@@ -205,7 +63,7 @@ def slots_of(n: int, most: int) -> int:
     return min(most, max(16, 1 << (n - 1).bit_length()) if n <= 64 else -(-n // 32) * 32)
 
 
-class MixedBatch(_Laid):
+class MixedBatch:
     """New tokens of sequences, any number of each, whose earlier tokens are in the cache, laid out on the host.
 
     First come the newest tokens, if there are any, that of each slot in the row of its number; rows of other slots have
@@ -213,22 +71,28 @@ class MixedBatch(_Laid):
     key, and is not written into the cache.
 
     Args:
-        parts: one or more, of different slots.
+        new: the new tokens of sequences that have the length and the pages with them; None for a single one, the newest
+            of the sequence's slot, which the device knows.
+        last: the slots where the logits behind new tokens are wanted. Those behind newest tokens always are.
         page_size, blocks: of the cache, and how many pages a sequence may have.
         slots: of the cache.
         every: whether logits of every token of parts are wanted. There are no newest tokens then.
 
     Attributes:
-        shape: (newest, tokens, rows, sequences): few, because each that recurs gets a graph.
+        numbers: all fields of `Inputs`, int32, in (pinned) host memory.
+        shape: (newest, tokens, rows, sequences), which determines all launches: few, because each that recurs gets a
+            graph. None if that many tokens get none.
+        newest: how many of the first tokens are those of the first slots, which the device knows.
         rows: the number of logits, those of the first slots; slots whose logits are not wanted have any.
         longest: at least the tokens of the longest part.
     """
 
-    length = None
+    shape: tuple[int, ...] | None = None
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        new: Mapping[PagedSequence, Sequence[int] | None],
+        last: Container[int],
         page_size: int,
         blocks: int,
         slots: int,
@@ -236,54 +100,79 @@ class MixedBatch(_Laid):
         every: bool = False,
         pinned: bool = False,
     ) -> None:
-        texts = [part for part in parts if part.tokens is not None]
-        self.rows = slots_of(max([part.slot for part in parts if part.last], default=0) + 1, slots)
-        n = self.newest = self.rows if len(texts) < len(parts) else 0
-        ids, positions, pages, counts, lengths = ([0] * n for _ in range(5))
-        for slot, start, tokens, of_part, _ in parts:
-            if tokens is None:
-                positions[slot], pages[slot] = start, of_part[start // page_size]
-                counts[slot], lengths[slot] = 1, start + 1
-        rows = list(range(n)) or [0] * self.rows
-        ends = [0]
-        for part in texts:
-            assert part.tokens is not None, "it has tokens"
-            ids += part.tokens
-            end = part.start + len(part.tokens)
-            positions += range(part.start, end)
-            for i in range(part.start // page_size, -(-end // page_size)):
-                pages += [part.pages[i]] * (min(end, (i + 1) * page_size) - max(part.start, i * page_size))
+        newest = [s for s, tokens in new.items() if tokens is None]
+        texts = [(s, tokens) for s, tokens in new.items() if tokens is not None]
+        wanted = [s.slot for s in newest] + [s.slot for s, _ in texts if s.slot in last]
+        self.rows = slots_of(max(wanted, default=0) + 1, slots)
+        n = self.newest = self.rows if newest else 0
+        ids, positions, starts, pages, counts, lengths = ([0] * n for _ in range(6))
+        for s in newest:
+            slot, end = s.slot, s.length
+            positions[slot] = at = end - 1
+            starts[slot], pages[slot] = at % page_size, s.pages[at // page_size]
+            counts[slot], lengths[slot] = 1, end
+        rows, ends = list(range(n)) or [0] * self.rows, [0]
+        for s, tokens in texts:
+            ids += tokens
+            end = s.length
+            start = end - len(tokens)
+            positions += range(start, end)
+            for i in range(start // page_size, -(-end // page_size)):
+                first, stop = max(start - i * page_size, 0), min(end - i * page_size, page_size)
+                starts += range(first, stop)
+                pages += [s.pages[i]] * (stop - first)
             ends.append(len(ids) - n)
-            if part.last:
-                rows[part.slot] = len(ids) - 1
+            if s.slot in last:
+                rows[s.slot] = len(ids) - 1
         total = rounded(len(ids))
-        padding = total - len(ids)
+        padding = [0] * (total - len(ids))
         counts += [1] * (len(ids) - n)
-        for field in (ids, positions, pages, counts):
-            field += [0] * padding
-        self.n, self.longest = 1, max(1, total - n)
+        for field in (ids, positions, starts, pages, counts):
+            field += padding
+        self.longest = max(1, total - n)
         # The padding is one more sequence, without keys.
         empty = _sequences(len(texts) + 1) - len(texts) if texts or padding else 0
-        tables = [[*part.pages, *itertools.repeat(-1, blocks - len(part.pages))] for part in texts]
-        tables += [[-1] * blocks for _ in range(empty)]
-        at = int32(positions)
-        fields = Inputs(
-            int32(ids), None if every else int32(rows), at % page_size, int32(pages)[:, None], int32(counts), at,
-            int32([*ends, *[ends[-1]] * (empty - 1), total - n]) if empty else None,
-            int32(lengths) if n else None,
-            int32([*(part.start + len(part.tokens or ()) for part in texts), *[0] * empty]) if empty else None,
-            _table(tables) if empty else None,
-        )  # fmt: skip
+        ends += [*[ends[-1]] * (empty - 1), total - n]
+        part_lengths = [*(s.length for s, _ in texts), *[0] * empty]
+        tables: list[int] = []
+        for s, _ in texts:
+            tables += s.pages
+            tables += [-1] * (blocks - len(s.pages))
+        tables += [-1] * (blocks * empty)
         if not every and total <= GRAPH_TOKENS:
             self.shape = n, total, self.rows, len(texts) + empty
-        self._lay(fields, pinned)
+        self._blocks = blocks
+        # In the order of `Inputs`, side by side.
+        fields = (
+            ids, None if every else rows, starts, pages, counts, positions, ends if empty else None,
+            lengths if n else None, part_lengths if empty else None, tables if empty else None,
+        )  # fmt: skip
+        numbers: list[int] = []
+        self._at: list[slice | None] = []
+        for x in fields:
+            self._at.append(None if x is None else slice(len(numbers), len(numbers) + len(x)))
+            numbers += x or ()
+            numbers += [0] * (-len(numbers) % 4)  # 16 bytes: Triton compiles another kernel for another alignment
+        # New memory each time: the previous step's copy may still run. PyTorch reuses pinned memory only after the
+        # copies from it have ended.
+        self.numbers = torch.empty(len(numbers), dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.numbers.copy_(int32(numbers))
+
+    def of(self, numbers: Tensor) -> Inputs:
+        """The fields as views of a copy of `numbers`."""
+        inputs = Inputs(*(None if at is None else numbers[at] for at in self._at))  # type: ignore[arg-type]
+        tables = None if inputs.part_pages is None else inputs.part_pages.view(-1, self._blocks)
+        return inputs._replace(pages=inputs.pages[:, None], part_pages=tables)
+
+    def filled(self, numbers: Tensor, newest: Tensor) -> Inputs:
+        """The same, with the newest tokens of slots in their rows. Nothing waits."""
+        inputs = self.of(numbers)
+        if self.newest:
+            inputs.ids[: self.newest].copy_(newest[: self.newest])
+        return inputs
 
 
 def _sequences(n: int) -> int:
     """Parts of prompts in a mixed step, for n that are needed: 4, 16, 64 ..."""
     bits = (n - 1).bit_length()
     return max(4, 1 << bits + bits % 2)
-
-
-def _table(rows: Sequence[Sequence[int]]) -> Tensor:
-    return int32(itertools.chain.from_iterable(rows)).view(len(rows), -1)

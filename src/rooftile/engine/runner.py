@@ -1,4 +1,4 @@
-"""Steps of many sequences on the device: prompts, then one token of each at a time, or several, by CUDA graphs.
+"""Steps of many sequences on the device: parts of prompts, one token of each at a time, or several, by CUDA graphs.
 
 Only the capture of a graph waits for the device. What a step reads (lengths, pages, previous tokens, sampling options)
 has fixed addresses and is written in stream order, so a step can be launched while the host still reads the tokens of
@@ -22,7 +22,7 @@ from rooftile.engine.modes import on, plain_mode
 from rooftile.engine.paged_cache import PagedSequence
 from rooftile.engine.prefix import PrefixCache
 from rooftile.engine.prompt_graphs import PromptGraphs
-from rooftile.engine.prompts import MixedBatch, Part, PromptBatch, rounded, slots_of
+from rooftile.engine.prompts import MixedBatch, rounded, slots_of
 from rooftile.engine.ranks import Ranks
 from rooftile.engine.sampling import Numbers, SlotOptions
 from rooftile.engine.sampling import Sampling as Sampling
@@ -38,15 +38,6 @@ _PARTLY_FULL_TOKENS = 1024
 # It captures them beside up to so many slots. Where more sequences run, steps with prompts are mostly full.
 _PARTLY_FULL_SLOTS = 128
 _BY_COUNTS = ("presence_penalty", "frequency_penalty")
-
-
-def _runs(slots: Sequence[int], greedy: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Ranges of sequences in adjacent slots that one kernel samples."""
-    first = 0
-    for i in range(1, len(slots) + 1):
-        if i == len(slots) or slots[i] != slots[i - 1] + 1 or greedy[i] != greedy[first]:
-            yield first, i
-            first = i
 
 
 class StreamOrder:
@@ -229,15 +220,8 @@ class Runner:
                 self._order.enter()
             yield
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[Sampling],
-        generated: Sequence[Sequence[int]] | None = None,
-    ) -> list[PagedSequence]:
-        """New sequences for those prompts, each with its first new token.
-
-        `generated` has those of each prompt's tokens that are not the caller's but were drawn earlier.
+    def prefill(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[PagedSequence]:
+        """New sequences for those prompts, each with its first new token: `extend` in one step, for measurements.
 
         Raises:
             ValueError: a prompt is empty, there are too few slots or pages, or a prompt is longer than `max_seq_len`.
@@ -246,25 +230,10 @@ class Runner:
         """
         if len(sampling) != len(prompts):
             raise ValueError(f"sampling is given for {len(sampling)} prompts, expected one for each of {len(prompts)}")
-        sequences: list[PagedSequence] = []
+        sequences = self._allocated(prompts)
         try:
-            with self._entered(f"prefill {len(prompts)}"):
-                if self.deterministic:
-                    sequences = self._allocated(prompts)
-                    earlier = [()] * len(prompts) if generated is None else generated
-                    begun = dict(zip(sequences, zip(prompts, sampling, earlier, strict=True), strict=True))
-                    self._extend(dict(zip(sequences, prompts, strict=True)), begun, alone=True)
-                    return sequences
-                # The device starts with the prompts, which carry their places in the cache; the new state follows.
-                with self.cache.deferred():
-                    sequences = self._begin(prompts)
-                    logits = self._logits(prompts, sequences)
-                slots = [s.slot for s in sequences]
-                self._set(slots, prompts, sampling, generated)
-                self.options.begin()
-                for first, end in _runs(slots, [how.greedy for how in sampling]):
-                    rows = slice(slots[first], slots[end - 1] + 1)
-                    self._sample(rows, logits[first:end], sampling[first].greedy)
+            begun = {s: (p, how, ()) for s, p, how in zip(sequences, prompts, sampling, strict=True)}
+            self.extend(dict(zip(sequences, prompts, strict=True)), begun)
         except BaseException:
             self._free_all(sequences)
             raise
@@ -334,42 +303,29 @@ class Runner:
                 then.
         """
         with self._entered(f"extend {len(new)}"):
-            self._extend(new, begun)
-
-    def _extend(
-        self,
-        new: Mapping[PagedSequence, Sequence[int] | None],
-        begun: Mapping[PagedSequence, tuple[Sequence[int], Sampling, Sequence[int]]],
-        alone: bool = False,
-    ) -> None:
-        """`extend`; with `alone`, other slots keep their newest tokens."""
-        slots = [s.slot for s, tokens in new.items() if tokens is None or s in begun]
-        logits = self._mixed(new, {s.slot for s in begun})
-        if begun:
-            self._set([s.slot for s in begun], *zip(*begun.values(), strict=True))
-        self.options.begin()
-        if not slots:
-            return
-        for first, end in _runs(slots, [True] * len(slots)) if alone else ():
-            rows = slice(slots[first], slots[end - 1] + 1)
-            self._sample(rows, logits[rows], self._greedily(slots))
-        if not alone:
-            self._sample(slice(0, logits.shape[0]), logits, self._greedily(slots))
+            slots = [s.slot for s, tokens in new.items() if tokens is None or s in begun]
+            logits = self._mixed(new, {s.slot for s in begun})
+            if begun:
+                self._set([s.slot for s in begun], *zip(*begun.values(), strict=True))
+            self.options.begin()
+            if slots:
+                self._sample(slice(0, logits.shape[0]), logits, self._greedily(slots))
 
     def _mixed(
         self, new: Mapping[PagedSequence, Sequence[int] | None], last: Container[int], every: bool = False
     ) -> Tensor:  # fmt: skip
         """The logits of new tokens, behind newest tokens and parts in slots that are `last`, or of every token."""
-        # With the pages that `extend` adds: the lists are the sequences' own.
-        parts = [Part(s.slot, s.length, t, s.pages, t is None or s.slot in last) for s, t in new.items()]
-        self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
-        laid_out = MixedBatch(
-            parts, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
-            pinned=self._device.type == "cuda",
-        )  # fmt: skip
-        return self._prefilled(laid_out)
+        # Parts of prompts carry their places in the cache: without newest tokens the device starts with the step, and
+        # the new state follows. No page is copied, because those that sequences share are full.
+        with contextlib.nullcontext() if None in new.values() else self.cache.deferred():
+            self.cache.extend({s: 1 if tokens is None else len(tokens) for s, tokens in new.items()})
+            laid_out = MixedBatch(
+                new, last, self.cache.page_size, self.cache.page_table.shape[1], self.max_batch, every=every,
+                pinned=self._device.type == "cuda",
+            )  # fmt: skip
+            return self._prefilled(laid_out)
 
-    def _prefilled(self, laid_out: PromptBatch | MixedBatch) -> Tensor:
+    def _prefilled(self, laid_out: MixedBatch) -> Tensor:
         """The logits, by a graph where there is one."""
         self.shape = laid_out.shape
         if self._of_prompts is not None:
@@ -404,18 +360,22 @@ class Runner:
             self.options.free(sequence.slot)
             self.cache.free(sequence)
 
-    def compact(self, begun: int = 0) -> None:
+    def compact(self, ended: Sequence[PagedSequence] = (), begun: int = 0) -> None:
         """Move sequences from the last slots to free ones before them, if the next step then has fewer rows.
 
-        That step begins `begun` more sequences. The tokens of the last step must have been read if it had proposals.
+        That step has none of the `ended` ones, and begins `begun` more. The tokens of the last step must have been read
+        if it had proposals.
         """
-        live = self.cache.sequences
+        taken = self.cache.sequences
+        live = [s for s in taken if s not in ended] if ended else taken
         b = self.bucket(max(1, len(live) + begun))
         if not live or live[-1].slot < b:
             return
-        taken = {s.slot for s in live}
-        free = (slot for slot in range(b) if slot not in taken)
-        slots = {s: next(free) for s in live if s.slot >= b}
+        free = sorted({*range(b)}.difference([s.slot for s in taken]))
+        above = [s for s in live if s.slot >= b]
+        if len(free) < len(above):  # ended ones are in the way
+            return
+        slots = dict(zip(above, free, strict=False))
         changed: dict[int, Sampling] = {}
         with self._entered(f"compact {len(slots)}"):
             for sequence, new in slots.items():
@@ -436,32 +396,18 @@ class Runner:
     def logits(self, prompts: Sequence[Sequence[int]], part: int | None = None) -> list[Tensor]:
         """Logits of every token, `(T, V)` a prompt, in the model's dtype. Takes slots and pages while it runs.
 
-        With `part`, so many tokens of each prompt at a time, which read those before them from the cache: a single one
-        by a step of decoding, more by `extend`'s.
+        With `part`, so many tokens of each prompt at a time: a single one by a step of decoding, more by `extend`'s.
         """
         with self._entered():
             if part is not None:
                 return self._logits_in_parts(prompts, part)
-            sequences = self._allocated(prompts) if self.deterministic else self._begin(prompts)
+            sequences = self._allocated(prompts)
             try:
-                if self.deterministic:
-                    new: dict[PagedSequence, Sequence[int] | None] = dict(zip(sequences, prompts, strict=True))
-                    logits = self._mixed(new, (), every=True)[: sum(map(len, prompts))]
-                else:
-                    logits = self._logits(prompts, sequences, every=True)
+                new: dict[PagedSequence, Sequence[int] | None] = dict(zip(sequences, prompts, strict=True))
+                logits = self._mixed(new, (), every=True)[: sum(map(len, prompts))]
             finally:
                 self._free_all(sequences)
             return list(logits.split([len(p) for p in prompts]))
-
-    def _logits(
-        self, prompts: Sequence[Sequence[int]], sequences: Sequence[PagedSequence], every: bool = False
-    ) -> Tensor:
-        device = self._device
-        laid_out = PromptBatch(
-            prompts, [s.pages for s in sequences], self.cache.page_size, self.cache.capacity, every=every,
-            pad=self.decoder.weights.embedding.dtype != torch.float16, pinned=device.type == "cuda",
-        )  # fmt: skip
-        return self._prefilled(laid_out)
 
     def _logits_in_parts(self, prompts: Sequence[Sequence[int]], part: int) -> list[Tensor]:
         found: list[list[Tensor]] = [[] for _ in prompts]
@@ -509,16 +455,6 @@ class Runner:
         try:
             for _ in prompts:
                 sequences.append(self.cache.allocate())
-        except BaseException:
-            self._free_all(sequences)
-            raise
-        return sequences
-
-    def _begin(self, prompts: Sequence[Sequence[int]]) -> list[PagedSequence]:
-        """New sequences for prompts, with pages for their tokens."""
-        sequences = self._allocated(prompts)
-        try:
-            self.cache.extend({s: len(p) for s, p in zip(sequences, prompts, strict=True)})
         except BaseException:
             self._free_all(sequences)
             raise
@@ -583,13 +519,12 @@ class Runner:
         slots: Sequence[int],
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[Sampling],
-        generated: Sequence[Sequence[int]] | None = None,
+        generated: Sequence[Sequence[int]],
     ) -> None:
         """Set the sampling options of slots."""
         changed: dict[int, Sampling] = {}
         pairs: list[tuple[int, int]] = []
-        earlier = [()] * len(slots) if generated is None else generated
-        for slot, prompt, how, drawn in zip(slots, prompts, sampling, earlier, strict=True):
+        for slot, prompt, how, drawn in zip(slots, prompts, sampling, generated, strict=True):
             if how != self._sampling[slot]:
                 changed[slot] = how
             self.options.set(slot, how, drawn)

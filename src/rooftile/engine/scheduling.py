@@ -1,16 +1,13 @@
 """Which sequences run, and how many tokens each gets in a step.
 
-`Scheduler` is for prompts that are all there: first come, first served, as soon as there are a slot and enough pages. A
-sequence is admitted only if the cache has pages for its prompt and all of its new tokens, so it never has to wait or to
-be evicted later. It takes the pages as it grows. Prompts are computed whole, while no sequence decodes.
-
-`ContinuousScheduler` is for requests as they come. A step has one token of each sequence that decodes, and parts of
-prompts up to a number of tokens. A sequence is admitted as soon as there are pages for its prompt. Where pages run out
-later, the sequence that came last gives its pages back and is computed again.
+A step has one token of each sequence that decodes, and parts of prompts up to a number of tokens. A sequence is
+admitted as soon as there are pages for its prompt. Where pages run out later, the sequence that came last gives its
+pages back and is computed again.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import operator
 from collections import deque
@@ -40,6 +37,7 @@ class Request:
         filled: the tokens to compute before the next one is drawn: the prompt, and what was drawn before the sequence
             gave its pages back.
         names: of the full pages of its tokens, as far as they were needed.
+        decoding: whether each of its steps is a single token: all of `filled` is computed.
         launched: new tokens whose steps were launched; the host has seen `len(tokens)` of them.
         finish_reason: "stop", "length", "abort" or "error", once it has ended.
         watch: follows its tokens.
@@ -58,6 +56,7 @@ class Request:
     sequence: PagedSequence | None = None
     filled: Sequence[int] = ()
     names: list[bytes] = dataclasses.field(default_factory=list)
+    decoding: bool = False
     launched: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -83,39 +82,31 @@ class Request:
         """Tokens in the cache."""
         return 0 if self.sequence is None else self.sequence.length
 
-    @property
-    def decoding(self) -> bool:
-        """Whether each of its steps is a single token."""
-        return self.sequence is not None and self.sequence.length >= len(self.filled)
-
 
 class Scheduler:
     """The waiting and the running requests.
 
     Args:
-        slots, pages, page_size: of the cache.
-        prompt_tokens: the most in one forward pass; a single prompt may have more.
+        runner: of the engine.
+        step_tokens: the most of a step, more than there are slots.
+        prefix_cache: whether requests share the pages of equal beginnings.
 
     Attributes:
-        in_parts: whether a step may have parts of prompts, and newest tokens beside them.
+        preemptions: how often a running request gave its pages back.
+        prefix_hit_tokens, prefix_query_tokens: how many tokens of prompts were found in the cache, of how many.
     """
 
-    in_parts = False
-
-    def __init__(self, slots: int, pages: int, page_size: int, prompt_tokens: int) -> None:
+    def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self._slots, self._page_size, self._prompt_tokens = slots, page_size, prompt_tokens
-        self._pages = pages
-        self._added = 0
+        self.running: list[Request] = []  # in the order of their ranks
+        self._runner, self._cache, self._prefix_cache = runner, runner.cache, prefix_cache
+        self._slots, self._page_size, self._step_tokens = runner.max_batch, runner.cache.page_size, step_tokens
+        self._added = self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
 
     @property
     def full(self) -> bool:
         """Whether a request that is added now finds no slot in the next step."""
         return len(self.running) + len(self.waiting) >= self._slots
-
-    def pages_of(self, request: Request) -> int:
-        return -(-request.longest // self._page_size)
 
     def add(self, request: Request) -> None:
         """Let a request wait, behind those of the same priority that came before it."""
@@ -129,85 +120,31 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def plan(self) -> dict[Request, int]:
-        """The requests of the next step, with the number of tokens that are computed of each."""
-        admitted = self.admit()
-        for request in admitted:
-            request.filled = request.prompt
-        return {r: len(r.filled) for r in admitted} or dict.fromkeys(self.unfinished(), 1)
+        """The requests of the next step, with the number of tokens that are computed of each.
 
-    def launched(self, request: Request) -> None:
-        """The tokens that were planned for the request are computed by a step that was launched."""
-
-    def admit(self) -> list[Request]:
-        """Move requests from the head of the queue to the running ones, as long as they fit, and return them."""
-        admitted: list[Request] = []
-        tokens = 0
-        free = self._pages - sum(self.pages_of(r) for r in self.running)
-        while self.waiting and len(self.running) < self._slots:
-            request = self.waiting[0]
-            tokens += len(request.prompt)
-            free -= self.pages_of(request)
-            if free < 0 or (admitted and tokens > self._prompt_tokens):
-                break
-            admitted.append(self.waiting.popleft())
-            self.running.append(request)
-        return admitted
-
-    def unfinished(self) -> list[Request]:
-        """Running requests that get another token."""
-        return [r for r in self.running if r.launched < r.limit]
-
-    def remove(self, request: Request) -> None:
-        """Take a request out, whether it waits or runs."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-
-
-class ContinuousScheduler(Scheduler):
-    """The waiting and the running requests of an `AsyncEngine`.
-
-    Args:
-        runner: of the engine.
-        step_tokens: the most of a step, more than there are slots.
-        prefix_cache: whether requests share the pages of equal beginnings.
-
-    Attributes:
-        preemptions: how often a running request gave its pages back.
-        prefix_hit_tokens, prefix_query_tokens: how many tokens of prompts were found in the cache, of how many.
-    """
-
-    in_parts = True
-
-    def __init__(self, runner: Runner, step_tokens: int, prefix_cache: bool) -> None:
-        cache = runner.cache
-        super().__init__(runner.max_batch, cache.k.shape[1], cache.page_size, step_tokens)
-        self._runner, self._cache, self._prefix_cache = runner, cache, prefix_cache
-        self.preemptions = self.prefix_hit_tokens = self.prefix_query_tokens = 0
-
-    def plan(self) -> dict[Request, int]:
-        """Sequences that run come first, in the order of their ranks; then those that wait.
+        Those that run come first, in the order of their ranks; then those that wait.
 
         A request whose next page is computed in this very step, for another one, is held back: it finds the page in the
         next step. Those behind it may start, but leave it a slot and pages. Otherwise none overtakes another.
         """
         work: dict[Request, int] = {}
         given_way = self.preemptions
-        running = sorted(self.unfinished(), key=_RANK)
-        prompts = {r for r in running if not r.decoding}
+        running = [r for r in self.running if r.launched < r.limit]
+        prompts = [r for r in running if not r.decoding]
         # Newest tokens take the rows of all slots up to the last one that gets a token.
         last = max([r.sequence.slot for r in running if r.sequence is not None], default=-1)
         decoding = len(prompts) < len(running)
-        budget = self._prompt_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
+        budget = self._step_tokens - (slots_of(last + 1, self._slots) if decoding else 0)
         free, size = self._cache.free_pages, self._page_size  # free: without those that the step takes
         for request in running:
             if self.preemptions > given_way and request not in self.running:
                 continue
-            n = min(len(request.filled) - request.computed, budget) if request in prompts else 1
-            if not n:
-                continue
-            sequence = request.sequence
+            sequence, n = request.sequence, 1
+            if not request.decoding:
+                n = min(len(request.filled) - request.computed, budget)
+                if not n:
+                    continue
+                budget -= n
             if sequence is None or sequence.length + n > len(sequence.pages) * size:
                 missing = self._missing(request, n)
                 if missing > free:
@@ -216,7 +153,6 @@ class ContinuousScheduler(Scheduler):
                     free = self._left(work)
                 free -= missing
             work[request] = n
-            budget -= n if request in prompts else 0
         if self.preemptions == given_way:
             self._start(budget, last if decoding else None, {r: work[r] for r in prompts if r in work}, work)
         return work
@@ -290,14 +226,13 @@ class ContinuousScheduler(Scheduler):
         Those that came last give way first. Steps that were launched go on: a freed page is written by later ones.
         """
         while missing > self._left(work):
-            last = max(self.running, key=_RANK)
+            last = self.running.pop()
             self.preemptions += 1
             work.pop(last, None)
             self.remember(last)
             if last.sequence is not None:
                 self._runner.free(last.sequence)
-            last.sequence = None
-            self.running.remove(last)
+            last.sequence, last.decoding = None, False
             self._queue(last)
             if last is request:
                 return False
@@ -317,12 +252,13 @@ class ContinuousScheduler(Scheduler):
         if pages:
             request.sequence = self._runner.share(pages)
         self.waiting.remove(request)
-        self.running.append(request)
+        bisect.insort(self.running, request, key=_RANK)
         return True
 
     def launched(self, request: Request) -> None:
-        if request.computed <= len(request.filled):
-            self.remember(request)
+        """The tokens that were planned for a request are computed by a step that was launched."""
+        request.decoding = request.computed >= len(request.filled)
+        self.remember(request)
 
     def remember(self, request: Request) -> None:
         """Name the full pages of a request whose tokens the host knows, for others that begin with the same tokens."""
@@ -332,5 +268,9 @@ class ContinuousScheduler(Scheduler):
             self._cache.name(request.sequence, request.names[: len(tokens) // self._page_size])
 
     def remove(self, request: Request) -> None:
+        """Take a request out, whether it waits or runs."""
         self.remember(request)
-        super().remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
