@@ -1,5 +1,6 @@
 """The README's figures are those of results/, and a ratio is of one run."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_every_op_that_loses_is_shown(tmp_path: Path) -> None:
     write_json(tmp_path / "h100" / "rowwise" / "norms.json", META, rows)
     shown = re.findall(r"^\| `(\w+)`", headline.ops(tmp_path), re.MULTILINE)
     assert shown == ["rms_norm", "rope", "silu_mul"]  # what is asked for or loses, the best first
+
+
+def test_points_with_eager_alone_do_not_make_the_mean_of_others(tmp_path: Path) -> None:
+    rows = [
+        *_rows("decode_attention", "forward", "1x8", rooftile=1.0, eager=3.0, compile=1.1),
+        *_rows("decode_attention", "forward", "2x8", rooftile=1.0, eager=800.0),
+        dataclasses.replace(_rows("decode_attention", "forward", "2x8", fa4=1.0)[0], status="unsupported", us=None),
+        *_rows("linear", "forward", rooftile=1.0, eager=1.2),
+    ]
+    write_json(tmp_path / "h100" / "rowwise" / "norms.json", META, rows)
+    shown = re.findall(r"^\| `(\w+)` +\| forward +\| +(\d+) \| +([\d.]+) \|", headline.ops(tmp_path), re.MULTILINE)
+    assert shown == [("linear", "1", "1.20"), ("decode_attention", "1", "1.10")]
 
 
 def test_an_op_of_several_gpus_is_shown_where_it_was_measured_last(tmp_path: Path) -> None:

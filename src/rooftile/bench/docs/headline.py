@@ -47,7 +47,8 @@ OPS = (
 )  # fmt: skip
 PICKED = (
     f"Always shown: {', '.join(f'`{op}`' for op in OPS)}; of other ops those whose mean or median is below {TIE}, less "
-    "than a tie. An op is shown for the GPU where it was measured last, and for another one if it has more rows there."
+    "than a tie. An op is shown for the GPU where it was measured last, and for another one if it has more rows there. "
+    "Rows with `eager` alone count only where an op has no others."
 )
 # What the tables call the baselines of ops, and what they are.
 BASELINES = {

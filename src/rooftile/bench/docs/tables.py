@@ -144,8 +144,14 @@ def ours_of(found: Iterable[list[Row]]) -> list[Row]:
 
 
 def ratios_of(found: Iterable[list[Row]]) -> tuple[float, Row, list[float]] | None:
-    """The geometric mean of our ratios to the best baselines, the row with the least, and all ratios; None if none."""
-    rows = [r for r in ours_of(found) if r.ratio_to_best_peer]
+    """The geometric mean of our ratios to the best baselines, the row with the least, and all ratios; None if none.
+
+    Points that are compared with `eager` alone count only where all of them are: beside others, those of an eager form
+    that writes all scores, say, would make the mean.
+    """
+    found = list(found)
+    others = [group for group in found if best_peer(r for r in group if r.impl != "eager")]
+    rows = [r for r in ours_of(others or found) if r.ratio_to_best_peer]
     if not rows:
         return None
     ratios = [r.ratio_to_best_peer or 0.0 for r in rows]
