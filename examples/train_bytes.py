@@ -20,11 +20,9 @@ import transformers
 import rooftile
 from rooftile import runtime
 from rooftile.bench.info import machine
-from rooftile.bench.rows import write_whole
 from rooftile.byte_model import library_text
 from rooftile.demo import byte_model
 from rooftile.engine import Engine
-from rooftile.tuning import gpu_slug
 
 PROMPTS = ("def ", "class ", "import ", "    for ")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,7 +38,7 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(model, stream, *, context, batch, steps, peak):
-    """Train the model on windows of the stream that begin anywhere; steps, losses and tokens/s on the way."""
+    """Train the model on windows of the stream that begin anywhere. Returns what it printed of some steps."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]
     optimizer = rooftile.optim.AdamW(
@@ -85,7 +83,7 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, help="default: 1500")
     parser.add_argument("--new", type=int, help="bytes to write after each prompt; default: 300")
     parser.add_argument("--out", type=Path, default=Path("byte-model"), help="the checkpoint's folder")
-    parser.add_argument("--results", type=Path, help="write DIR/<gpu>/training/from_scratch/train_bytes.json")
+    parser.add_argument("--json", type=Path, help="write the losses and the text to a file")
     given = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     context, batch, steps, new, files = (32, 2, 4, 8, 3) if given.tiny else (512, 64, 1500, 300, None)
@@ -122,15 +120,14 @@ def main(arguments=None):
     for prompt, completion in zip(PROMPTS, written, strict=True):
         texts.append(f"{prompt}{completion.text}")
         print(f"\n{'-' * 20}\n{texts[-1]}")
-    if given.results is not None:
+    if given.json is not None:
         meta = {**machine(), "transformers": transformers.__version__}
         run = {
             "parameters": size, "text_bytes": len(stream), "steps": steps, "batch": batch, "context": context,
             "losses": losses, "held_out_loss": held_out_loss, "texts": texts,
         }  # fmt: skip
-        path = given.results / gpu_slug(str(meta["gpu"])) / "training" / "from_scratch" / "train_bytes.json"
-        write_whole(path, json.dumps({"meta": meta, "run": run}, indent=1) + "\n")
-        print(f"\n{path}: written")
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps({"meta": meta, "run": run}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

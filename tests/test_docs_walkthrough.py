@@ -112,7 +112,7 @@ def test_a_tile_of_linear_is_launched_as_the_page_says(gpu, column, monkeypatch)
     t = hopper.tiling_of(c, True, True, False, "", "", "", 2, TARGET.shared_memory)
     tiles = library.cdiv(M, t.tile_rows) * library.cdiv(N, t.cols)
     slot = (t.tile_rows + t.cols) * t.block_k * 2
-    said = {line[0]: line[column] for line in cells_of(PAGE, "")}
+    said = {line[0]: line[column] for line in cells_of(PAGE, "") if len(line) > column}
     assert said == said | {
         "tile of y": f"{t.tile_rows} x {t.cols}",
         "elements of the sum in a step": str(t.block_k),

@@ -198,7 +198,7 @@ def test_a_stream_of_tokens_may_be_stepped_on_several_streams(expected):
 
 
 def test_a_prompt_of_one_token_is_multiplied_as_it_is_in_fp8():
-    """As docs/guides/generate.md says: `generate` and `logits` agree, and nothing of one row is rounded to fp8."""
+    """`generate` and `logits` agree: with one slot, nothing of a prompt of one token is rounded to fp8."""
     engine = made(quantize="fp8", max_batch=1)
     for token in (3, 17, 99):
         logprob = engine.generate([token], max_new_tokens=1, logprobs=True)[0]

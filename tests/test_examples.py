@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_a_byte_model_is_trained_saved_and_writes(tmp_path, capsys):
     out = tmp_path / "model"
     main = runpy.run_path(str(EXAMPLES / "train_bytes.py"))["main"]
-    main(["--tiny", "--new", "4", "--out", str(out), "--results", str(tmp_path)])
+    main(["--tiny", "--new", "4", "--out", str(out), "--json", str(tmp_path / "made" / "run.json")])
     shown = capsys.readouterr().out
     losses = [float(loss) for loss in re.findall(r"step +\d+ +loss ([\d.]+) +[\d,]+ tokens/s", shown)]
     assert len(losses) == 4
@@ -33,7 +33,6 @@ def test_a_byte_model_is_trained_saved_and_writes(tmp_path, capsys):
         "    for ",
     ]
     assert (out / "model.safetensors").is_file()
-    (written,) = tmp_path.glob("*/training/from_scratch/train_bytes.json")
-    run = json.loads(written.read_text(encoding="utf-8"))["run"]
+    run = json.loads((tmp_path / "made" / "run.json").read_text(encoding="utf-8"))["run"]
     assert [round(each["loss"], 4) for each in run["losses"]] == losses
     assert [text[:4] for text in run["texts"]] == ["def ", "clas", "impo", "    "]

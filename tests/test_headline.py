@@ -77,15 +77,22 @@ def test_every_op_that_loses_is_shown(tmp_path: Path) -> None:
 
 
 def test_points_with_eager_alone_do_not_make_the_mean_of_others(tmp_path: Path) -> None:
-    rows = [
-        *_rows("decode_attention", "forward", "1x8", rooftile=1.0, eager=3.0, compile=1.1),
+    def shown(*rows: Row) -> tuple[str, str, str]:
+        """The points, the mean and the baselines."""
+        write_json(tmp_path / "h100" / "rowwise" / "norms.json", META, rows)
+        (line,) = (x for x in headline.ops(tmp_path).splitlines() if x.startswith("| `decode_attention`"))
+        cells = [cell.strip() for cell in line.split("|")]
+        return cells[3], cells[5], cells[7]
+
+    alone = [
         *_rows("decode_attention", "forward", "2x8", rooftile=1.0, eager=800.0),
         dataclasses.replace(_rows("decode_attention", "forward", "2x8", fa4=1.0)[0], status="unsupported", us=None),
-        *_rows("linear", "forward", rooftile=1.0, eager=1.2),
     ]
-    write_json(tmp_path / "h100" / "rowwise" / "norms.json", META, rows)
-    shown = re.findall(r"^\| `(\w+)` +\| forward +\| +(\d+) \| +([\d.]+) \|", headline.ops(tmp_path), re.MULTILINE)
-    assert shown == [("linear", "1", "1.20"), ("decode_attention", "1", "1.10")]
+    beside = _rows("decode_attention", "forward", "1x8", rooftile=1.0, eager=3.0, cudnn=1.1)
+    lost = _rows("decode_attention", "forward", "4x8", rooftile=1.0, eager=0.5)
+    assert shown(*alone) == ("1", "800.00", "eager")
+    assert shown(*alone, *beside) == ("1", "1.10", "cudnn")
+    assert shown(*alone, *beside, *lost)[:2] == ("2", "0.74")
 
 
 def test_an_op_of_several_gpus_is_shown_where_it_was_measured_last(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ BY_SIZE = (
     "attention_paged", "decode_attention", "linear_cross_entropy", "linear_jsd", "rms_norm", "softmax",
 )  # fmt: skip
 LATENT = tuple(f"B8 T4096 H{heads}/1 D576/512 page 64 latent v_cache=None head_dim_v=512" for heads in (16, 128))
+LATENT_32_ROWS = "B32 T8192 H16/1 D576/512 tokens 2 page 64 latent v_cache=None head_dim_v=512"
 TWO_BLOCKS = "B2 H16 T4096 D96 causal=True"  # of q and k
 
 PLANS = {
@@ -73,6 +74,7 @@ PLANS = {
         Line(MEASURED, ("tiny",), ("linear_cross_entropy",), points=("4x64->128 bias",)),
         Line(MEASURED, ("prefill",), ("attention",), points=(TWO_BLOCKS,), first=False),
         Line(MEASURED, ops=("decode_attention",), points=LATENT, first=False),
+        Line(MEASURED, ("latent",), ("decode_attention",), points=(LATENT_32_ROWS,), first=False),
         Line(SMALL, ops=("linear", "gated_linear"), first=False),
         Line(SMALL, ops=("linear", "attention", "decode_attention", "linear_cross_entropy"), dtype="fp32"),
     ),

@@ -115,8 +115,12 @@ def _logps(
     try:
         return -linear_cross_entropy(hidden, weight, labels, bias, reduction="none", temperature=temperature, **head)
     except (TypeError, ValueError) as error:
-        message = str(error).replace("linear_cross_entropy: target", f"{op}: labels", 1)
-        raise type(error)(message.replace("linear_cross_entropy:", f"{op}:", 1)) from None
+        name, _, rest = str(error).partition("linear_cross_entropy: ")
+        if name or not rest or type(error) not in (TypeError, ValueError):
+            raise  # none of its own checks
+        argument, space, said = rest.partition(" ")
+        renamed = "labels" if argument == "target" else argument
+        raise type(error)(f"{op}: {renamed}{space}{said}") from None
 
 
 def token_logps(

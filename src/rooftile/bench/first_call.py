@@ -21,7 +21,8 @@ from rooftile.bench.timer import clock
 
 # A size that takes the kernels of sm_90: batch, tokens, query heads, KV heads and head_dim.
 SIZE = (1, 2048, 32, 8, 128)
-LIMITS_S = {"empty": 10.0, "filled": 2.0}  # by what is in Triton's cache
+# By what is in Triton's cache. Who tries the library waits for the first, and every later process for the second.
+LIMITS_S = {"empty": 10.0, "filled": 2.0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,8 +253,8 @@ class Engine:
 
         Up to `max_batch` run at a time. When one ends, the next takes its place while the others go on: a step has a
         token of each sequence that decodes and, beside them, prompts or parts of prompts, 8192 tokens in all at most.
-        Full pages that prompts begin with in common are computed once. If pages run out, the prompt that started last
-        gives its pages back, and is computed again later. The call keeps no pages for the next one.
+        Full pages that prompts begin with in common are computed once. If pages run out, the last of the prompts that
+        run gives its pages back, and is computed again later. The call keeps no pages for the next one.
 
         Args:
             prompts: one text or several, or the token ids of one prompt or of several.

@@ -73,7 +73,7 @@ class Loop:
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
-        if speculates or verifies or True in [request.sampling.mask is not None for request in running]:
+        if speculates or verifies or any(request.sampling.mask is not None for request in running):
             self._read(0, events)  # proposals and masks depend on the token before
         launched = self._launch(speculates, since)
         self._read(launched, events)
@@ -186,7 +186,7 @@ class Loop:
             self.runner.free(sequence)
 
     def clear(self) -> None:
-        """Take all requests out, and forget their pages: another loop may find other weights, or what failed midway."""
+        """Take all requests out, and forget what the cache holds: weights may change, or a step have failed midway."""
         self._launched.clear()
         for request in [*self.scheduler.waiting, *self.scheduler.running]:
             self.remove(request)

@@ -3,13 +3,14 @@
 Two functions are registered. `attention_mask` describes which keys a query sees. It returns
 
 - None where the causal rule and the window say everything and the last query is aligned with the last key;
-- `(B, Tk)` if there is padding too, in steps of few tokens, with holes, and in graphs of torch.compile;
+- `(B, Tk)` if there is padding too: in steps of few tokens, in graphs of torch.compile, and if the valid keys of a row
+  are not one range;
 - `(B, n)` with fewer columns than keys if only the first n are filled, as by a prompt in a new static cache, and
   `(0, n)`, without rows, if all of these are valid;
 - `(1, 2, 2 B + 1)`, where queries and keys start as for `rooftile.attention_varlen`, if all filled keys are valid and
   only the device knows how many they are: a prompt's later part in a static cache, or a prompt in one that was reset
   or allocated before;
-- `(1, 2, 3 B + 3)`, the same of a padded batch, if the valid keys of each row are one range: padding on the left, on
+- `(1, 2, 5 B + 1)`, the same of a padded batch, if the valid keys of each row are one range: padding on the left, on
   the right, or on both sides;
 - the starts of sequences, in one dimension, if position_ids that restart say that they are packed;
 - the full `(B, 1, Tq, Tk)` for everything else: a model's own masks, steps of one token in static caches, a later part
@@ -22,8 +23,8 @@ mask, packed sequences, padded batches and later parts by `rooftile.attention_va
 A graph of torch.compile can't read whether a mask that it is given says that all keys are valid, so such a mask is
 padding there. Without one, prompts in static caches have no mask in graphs either.
 
-So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the
-window are skipped. As a mask excludes the `hopper` kernels, padding is one only where it can't be starts.
+So padded and packed batches need memory linear in T, not quadratic, and blocks outside of the window are skipped. The
+`hopper` kernels take no mask, and so padding is given as starts wherever that is possible.
 
 What the kernels lack goes to another implementation: dropout, a position bias that needs a gradient (T5 in training),
 heads over 256, float64. That is PyTorch's `scaled_dot_product_attention`, or the model's own eager code if it has a
@@ -99,6 +100,8 @@ def attention_mask(
         return attention_mask
     if attention_mask is not None and attention_mask.shape[0] == 0:
         attention_mask = None
+    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[0] == 1:
+        attention_mask = attention_mask.expand(batch_size, -1)
     mask_function = causal_mask_function if mask_function is None else mask_function
     # transformers allows the skip if nothing was added to the pattern. With a static cache the host may not know the
     # last query's position, and with a window the cache may not hold the first keys yet.
@@ -207,8 +210,8 @@ def _columns(mask: Tensor | None, first: int, n: int) -> Tensor:
 def _survey(mask: Tensor | None, kv_offset: int, n_q: int, n_k: int, end: int | Tensor) -> tuple[bool, Tensor | None]:
     """Whether the keys before `end` are known to be valid; else where queries and keys start, if that is known.
 
-    With a mask it synchronizes once a forward, as transformers' own masks do. Starts are for more queries than
-    decode_attention takes, and for a mask that has the last query's column.
+    With a mask it synchronizes, once for each kind of mask in a forward, as transformers' own masks do. Starts are for
+    more queries than decode_attention takes, and for a mask that has the last query's column.
     """
     if mask is None:
         return True, None
@@ -228,23 +231,19 @@ def _survey(mask: Tensor | None, kv_offset: int, n_q: int, n_k: int, end: int | 
 
 
 def _starts_of_valid(start: Tensor, stop: Tensor, n_q: int, n_k: int, end: int | Tensor) -> Tensor:
-    """Where queries and keys start, `(1, 2, 3 batch + 3)`, if the keys `start[b]:stop[b]` of row b are valid.
+    """Where queries and keys start, `(1, 2, 5 batch + 1)`, if the keys `start[b]:stop[b]` of row b are valid.
 
-    Each row is three sequences: the keys ahead of the valid ones, without queries; the queries of those, without keys,
-    so that they give zeros; and the valid keys with their queries. Two more hold what follows the last row's.
+    Each row is five sequences: queries and keys ahead of the valid ones, apart, so that such queries have no keys and
+    give zeros; the valid ones; and queries and keys behind them, apart again. None is longer than a row.
     """
     rows = torch.arange(start.shape[0] + 1, device=start.device)
-
-    def in_batch(start: Tensor, stop: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Where the valid ones of each row start, and those of the row before stop, in the tokens of all rows."""
-        return rows * n + nn.functional.pad(start, (0, 1)), nn.functional.pad(rows[:-1] * n + stop, (1, 0))
-
-    k_start, k_before = in_batch(start, stop, n_k)
+    start, stop = (nn.functional.pad(x, (0, 1)) for x in (start, stop))  # a row more, where the last one ends
     ahead = end - n_q  # keys before the first query's own
-    q_start, q_before = in_batch((start - ahead).clamp(0, n_q), (stop - ahead).clamp(0, n_q), n_q)
-    starts_q = torch.stack((q_before, q_before, q_start), dim=1)
-    starts_k = torch.stack((k_before, k_start, k_start), dim=1)
-    return torch.stack((starts_q.flatten(), starts_k.flatten()))[None].int()
+    first, last = ((x - ahead).clamp(0, n_q) for x in (start, stop))
+    none = torch.zeros_like(start)
+    starts_q = (rows * n_q)[:, None] + torch.stack((none, first, first, last, none + n_q), 1)
+    starts_k = (rows * n_k)[:, None] + torch.stack((none, none, start, stop, stop), 1)
+    return torch.stack((starts_q.flatten(), starts_k.flatten()))[None, :, :-4].int()
 
 
 def _starts_in_cache(batch: int, n_q: int, n_k: int, filled: Tensor) -> Tensor:

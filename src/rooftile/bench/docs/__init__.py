@@ -132,7 +132,7 @@ def _summary_cells(found: Sequence[list[Row]]) -> list[str]:
         return [*head, "–", "–", "–", roof]
     mean, row, all_of_them = ratios
     least = f"{row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
-    return [*head, f"{mean:.3f}", least, f"{sum(r >= TIE for r in all_of_them)} of {len(ours)}", roof]
+    return [*head, f"{mean:.3f}", least, f"{sum(r >= TIE for r in all_of_them)} of {len(all_of_them)}", roof]
 
 
 def summary(results: Path) -> str:

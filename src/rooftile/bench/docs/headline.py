@@ -18,7 +18,18 @@ from rooftile.bench import charts, load_charts, training, vllm
 from rooftile.bench.docs import attention as docs_attention
 from rooftile.bench.docs import products
 from rooftile.bench.docs.e2e import SUITE as GENERATION
-from rooftile.bench.docs.tables import NO_RESULTS, TIE, aged, folded, is_older, markdown, ratios_of, when, where
+from rooftile.bench.docs.tables import (
+    NO_RESULTS,
+    TIE,
+    aged,
+    counted,
+    folded,
+    is_older,
+    markdown,
+    ratios_of,
+    when,
+    where,
+)
 from rooftile.bench.e2e.paths import CUDA, HF
 from rooftile.bench.e2e.results import FILES, over, read_results
 from rooftile.bench.published import OFFLINE
@@ -48,7 +59,7 @@ OPS = (
 PICKED = (
     f"Always shown: {', '.join(f'`{op}`' for op in OPS)}; of other ops those whose mean or median is below {TIE}, less "
     "than a tie. An op is shown for the GPU where it was measured last, and for another one if it has more rows there. "
-    "Rows with `eager` alone count only where an op has no others."
+    "Rows of attention with `eager` alone, which writes all scores, count only where they lose."
 )
 # What the tables call the baselines of ops, and what they are.
 BASELINES = {
@@ -294,9 +305,9 @@ def ops(results: Path) -> str:
     for (op, direction), gpus in found.items():
         newest = max(gpus.values(), key=lambda own: own.last)
         for gpu, own in gpus.items():
-            counted = [p.rows for p in own.points]
-            ratios = ratios_of(counted)
-            if own is not newest and len(counted) <= len(newest.points):
+            points = counted(p.rows for p in own.points)
+            ratios = ratios_of(points)
+            if own is not newest and len(points) <= len(counted(p.rows for p in newest.points)):
                 continue
             if ratios is None:
                 continue
@@ -305,7 +316,7 @@ def ops(results: Path) -> str:
             median = statistics.median(all_of_them)
             if op not in OPS and min(mean, median) >= TIE:
                 continue
-            names = collections.Counter(peer.impl for group in counted if (peer := best_peer(group)))
+            names = collections.Counter(peer.impl for group in points if (peer := best_peer(group)))
             best = [name for name, _ in names.most_common(2)]
             least = f"{row.ratio_to_best_peer:.2f}: {row.place}"
             cells = [

@@ -143,15 +143,27 @@ def ours_of(found: Iterable[list[Row]]) -> list[Row]:
     return [next(r for r in group if r.impl == OURS) for group in found]
 
 
+def counted(found: Iterable[list[Row]]) -> list[list[Row]]:
+    """The points that count where an op is summed up.
+
+    Attention's eager form writes all scores. Where it is the only baseline of some points, those that win don't count,
+    unless there are no others: they would make the mean.
+    """
+    found = list(found)
+
+    def counts(group: list[Row]) -> bool:
+        loses = any((r.ratio_to_best_peer or TIE) < TIE for r in ours_of([group]))
+        return "attention" not in group[0].op or loses or best_peer(r for r in group if r.impl != "eager") is not None
+
+    return [group for group in found if counts(group)] or found
+
+
 def ratios_of(found: Iterable[list[Row]]) -> tuple[float, Row, list[float]] | None:
     """The geometric mean of our ratios to the best baselines, the row with the least, and all ratios; None if none.
 
-    Points that are compared with `eager` alone count only where all of them are: beside others, those of an eager form
-    that writes all scores, say, would make the mean.
+    Of points that count, see `counted`.
     """
-    found = list(found)
-    others = [group for group in found if best_peer(r for r in group if r.impl != "eager")]
-    rows = [r for r in ours_of(others or found) if r.ratio_to_best_peer]
+    rows = [r for r in ours_of(counted(found)) if r.ratio_to_best_peer]
     if not rows:
         return None
     ratios = [r.ratio_to_best_peer or 0.0 for r in rows]
@@ -165,7 +177,9 @@ def closing(found: Sequence[list[Row]]) -> str:
     mean, row, all_of_them = ratios
     least = f"least {row.ratio_to_best_peer:.3f} ({row.place}, {row.dtype})"
     rows = f"{len(all_of_them)} row{'s' if len(all_of_them) > 1 else ''}"
-    return f"{rows}: geometric mean {mean:.3f}, {least}"
+    left_out = len(found) - len(counted(found))
+    note = f", without {left_out} that have `eager` alone" if left_out else ""
+    return f"{rows}{note}: geometric mean {mean:.3f}, {least}"
 
 
 def bound(row: Row) -> str:

@@ -93,7 +93,8 @@ def from_scratch(results: Path) -> str:
             "",
             markdown(
                 ("step>", "loss, nats a byte>", "tokens/s>"),
-                ([str(e["step"]), f"{e['loss']:.3f}", f"{e['tokens_s']:,.0f}"] for e in shown),
+                # The first step compiles.
+                ([str(e["step"]), f"{e['loss']:.3f}", f"{e['tokens_s']:,.0f}" if e["step"] else "–"] for e in shown),
             ),
             "",
             f"On files that it was not trained on, the loss is {run['held_out_loss']:.3f} nats a byte. It wrote:",

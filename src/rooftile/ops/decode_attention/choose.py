@@ -205,7 +205,8 @@ def _choose_latent(
 
     128 heads reach 0.39 of cuBLAS's rate so: 64 keys and 64 rows take 4.1 us, of which tensor cores need 1.3. Both warp
     groups read all keys from shared memory, and no GEMM runs during the softmax or while copies are issued. So there is
-    a kernel of its own where it can run (`hopper_latent`).
+    a kernel of its own where it can run (`hopper_latent`). With it 16 heads and 32 x 8192 took 77.6 us on an H200 with
+    one token of each sequence, 81.9 with two (32 rows) and 87.4 with four (64 rows).
     """
     if hopper:
         return DecodeConfig(64, 16, 8, 2, 1, combine="none" if capacity <= 64 else "kernel", pdl=True, kernel="hopper")
@@ -239,7 +240,7 @@ def choose(
 ) -> DecodeConfig:
     """For `rows` (query heads of a KV head times new tokens) and `items` (sequences times KV heads times tiles).
 
-    `hopper`: the kernel of that name takes the call, if it has the rows.
+    `hopper`: the kernel of that name takes the call.
     """
     if target is runtime.INTERPRETER:
         return DecodeConfig(block_n=32, num_stages=2, programs_per_sm=3)
