@@ -195,6 +195,7 @@ def test_evaluation_of_the_loss_alone_computes_no_logits(tmp_path: object) -> No
     assert found["eval_loss"] == pytest.approx(evaluated.evaluate()["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("by", ["undo", "unpatch", "with"])
 def test_undo_after_a_trainer_with_bf16_keeps_its_autocast(tmp_path: object, by: str, again: bool) -> None:
