@@ -73,7 +73,8 @@ class Loop:
         running, speculation = self.scheduler.running, self._speculation
         speculates = speculation is not None and speculation.wants(running)
         verifies = bool(self._launched) and self._launched[-1].proposed is not None
-        if speculates or verifies or any(request.sampling.mask is not None for request in running):
+        masked = any([r.sampling.mask is not None for r in running])  # noqa: C419  # a generator is a call for each
+        if speculates or verifies or masked:
             self._read(0, events)  # proposals and masks depend on the token before
         launched = self._launch(speculates, since)
         self._read(launched, events)
