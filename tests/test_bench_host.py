@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import Calls
 from rich.console import Console
 
 from rooftile import runtime
@@ -94,7 +95,11 @@ def test_the_first_call_is_measured_with_attention_on_a_gpu_alone(monkeypatch, t
 
 
 def test_the_first_call_runs_forward_and_backward(device):
-    assert first_call.seconds(device, (1, 16, 4, 2, 16)) > 0
+    with Calls() as ops:
+        assert first_call.seconds(device, (1, 16, 4, 2, 16)) > 0
+    names = [op._schema.name for op, _, _ in ops.calls]
+    ours = [name for name in names if name.startswith("rooftile::")]
+    assert ours == ["rooftile::attention", "rooftile::attention_backward"]
 
 
 def test_results_are_for_measurements(tmp_path, device):
